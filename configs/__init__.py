@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Presets: runs by name, each a function that returns a full `RunConfig`."""
+
+import runpy
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+
+from geojax.config import ConfigError, RunConfig
+from geojax.configs.geomesh import METHODS, demo, published
+from geojax.configs.quickstart import quickstart
+
+__all__ = ["METHODS", "PRESETS", "Preset", "demo", "load_config"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named run."""
+
+    make: Callable[[], RunConfig]
+    line: str
+    """What it is, in one line."""
+
+
+def _presets() -> dict[str, Preset]:
+    presets = {"quickstart": Preset(quickstart, _first_line(quickstart))}
+    for name, method in METHODS.items():
+        line = _first_line(method)
+        presets[f"demo-{name}"] = Preset(lambda m=method: m(demo()), f"{line} 133k, CPU.")
+    for size in ("150m", "300m", "500m"):
+        for name, method in METHODS.items():
+            if size == "150m" or name in ("geomesh", "diloco"):
+                make = partial(lambda m, s: m(published(s)), method, size)
+                line = f"{_first_line(method)} {size.upper()}, C4, 4 GPUs."
+                presets[f"{name}-{size}"] = Preset(make, line)
+    return presets
+
+
+def _first_line(function: Callable[..., RunConfig]) -> str:
+    return (function.__doc__ or "").strip().splitlines()[0]
+
+
+PRESETS: dict[str, Preset] = _presets()
+
+
+def load_config(name_or_file: str) -> RunConfig:
+    """The preset of that name, or what `config()` returns in that Python file.
+
+    ConfigError with the nearest name, or with what is wrong with the file.
+    """
+    if name_or_file in PRESETS:
+        return PRESETS[name_or_file].make()
+    path = Path(name_or_file)
+    if path.suffix != ".py":
+        near = get_close_matches(name_or_file, PRESETS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"no preset named {name_or_file!r}; {hint}`geojax train --help` lists them, and a "
+            "file of your own ends in .py"
+        )
+    if not path.is_file():
+        raise ConfigError(f"no file {name_or_file!r}; give a preset or an existing Python file")
+    try:
+        make = runpy.run_path(str(path)).get("config")
+    except Exception as error:
+        raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error
+    if not callable(make):
+        raise ConfigError(f"{path}: it must define a function config() that returns a RunConfig")
+    try:
+        config = make()
+    except Exception as error:
+        raise ConfigError(f"{path}: config(): {type(error).__name__}: {error}") from error
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"{path}: config() returned {type(config).__name__}, not a RunConfig")
+    return config

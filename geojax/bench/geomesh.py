@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GeoMesh against DiLoCo and against its own halves: the demo, the longer benchmark, the tuning.
+
+All train for real; time is modelled in the published setting (configs/geomesh.py). The target
+perplexity follows a rule fixed beforehand: 1.02 times the worst final perplexity of the methods of
+one seed. Settings were chosen by `tune`, on held-out sequences that no reported figure looks at.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from geojax.bench.jobs import run_all
+from geojax.config import OptimizerConfig, OuterConfig, RunConfig, require, with_seed
+from geojax.configs import METHODS, demo
+from geojax.track.console import format_share
+from geojax.track.metrics import to_json, write_atomically
+from geojax.track.report import report
+from geojax.track.summary import Summary, common_target, load_run, summarise
+
+DEMO_METHODS = ("geomesh", "diloco", "balancing-only", "signs-only")
+BENCH_METHODS = (*DEMO_METHODS, "fp16", "int8", "diloco-lion", "geomesh-adamw")
+PUBLISHED_HOURS = {
+    "diloco": 12.0,
+    "balancing-only": 7.6,
+    "signs-only": 6.5,
+    "geomesh": 2.8,
+    "fp16": 10.0,
+    "int8": 8.0,
+}
+TUNE_FIRST = 256
+"""First held-out sequence of tuning; reported figures end before it."""
+
+
+def run_demo(folder: Path, jobs: int) -> None:
+    """Train the demo's four methods and compare them: table, pictures, `report.json`."""
+    console = Console(highlight=False)
+    console.print(
+        f"Training {len(DEMO_METHODS)} methods, {jobs} at a time: real text, real convergence; "
+        "time as modelled for four GPUs in four regions."
+    )
+    configs = {folder / name: METHODS[name](demo()) for name in DEMO_METHODS}
+    run_all(configs, jobs, console)
+    report(list(configs), folder, folder / "report.json", None)
+
+
+def run_bench(folder: Path, jobs: int, seeds: int, json_path: Path | None) -> None:
+    """All methods and controls over several seeds: means, spreads, and differences by seed."""
+    require(seeds >= 1, f"seeds {seeds} must be at least 1")
+    console = Console(highlight=False)
+    configs = {
+        folder / f"{name}-seed{seed}": with_seed(METHODS[name](demo()), seed)
+        for seed in range(seeds)
+        for name in BENCH_METHODS
+    }
+    run_all(configs, jobs, console)
+    results = {name: [] for name in BENCH_METHODS}
+    for seed in range(seeds):
+        runs = {name: load_run(folder / f"{name}-seed{seed}") for name in BENCH_METHODS}
+        target = common_target(list(runs.values()))
+        for name, run in runs.items():
+            results[name].append(summarise(run, target))
+    rows = {name: _against(found, results["diloco"]) for name, found in results.items()}
+    console.print(_bench_table(rows))
+    console.print(
+        f"Means over {seeds} seeds, +- standard deviation; against DiLoCo seed by seed. Times: "
+        "modelled clock, 150M parameters. Hours for the same tokens are scaled so that DiLoCo "
+        "takes the published 12.0."
+    )
+    any_run = load_run(next(iter(configs)))
+    content = {
+        "clock": any_run.start["clock"],
+        "machine": any_run.start["machine"],
+        "versions": any_run.start["versions"],
+        "seeds": list(range(seeds)),
+        "summary": rows,
+        "results": [asdict(s) for found in results.values() for s in found],
+    }
+    path = json_path or folder / "report.json"
+    write_atomically(path, json.dumps(to_json(content), indent=2, allow_nan=False) + "\n")
+    console.print(f"wrote {path}")
+
+
+def tune(methods: Sequence[str], folder: Path, jobs: int) -> None:
+    """Try at most 12 settings a method on held-out text of its own; the best one comes first."""
+    console = Console(highlight=False)
+    configs = {}
+    for method in methods:
+        require(method in METHODS, f"no method {method!r}; use one of {list(METHODS)}")
+        for name, config in _settings(METHODS[method](demo())):
+            shown = replace(config.eval, first=TUNE_FIRST)
+            configs[folder / method / name] = replace(config, eval=shown)
+    run_all(configs, jobs, console)
+    table = Table("method", "setting", "perplexity", box=box.SIMPLE_HEAD)
+    for method in methods:
+        runs = [load_run(path) for path in configs if path.parent.name == method]
+        for run in sorted(runs, key=lambda r: r.final_perplexity):
+            table.add_row(method, run.name, f"{run.final_perplexity:.3f}")
+    console.print(table)
+
+
+def _settings(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """3 inner rates x 4 outer optimizers around the method's own."""
+    inner = config.train.optimizer
+    rates = [2e-3, 4e-3, 8e-3] if inner.name == "adamw" else [5e-4, 1e-3, 2e-3]
+    outers = [(1.0, 0.0), (0.7, 0.3), (0.7, 0.6), (0.7, 0.9)]
+    for rate, (outer_rate, momentum) in product(rates, outers):
+        outer = OptimizerConfig(
+            name="sgd", learning_rate=outer_rate, momentum=momentum, nesterov=momentum > 0
+        )
+        yield (
+            f"inner{rate:g}-outer{outer_rate:g}-momentum{momentum:g}",
+            replace(
+                config,
+                train=replace(config.train, optimizer=replace(inner, learning_rate=rate)),
+                outer=OuterConfig(outer),
+            ),
+        )
+
+
+def _against(found: Sequence[Summary], baseline: Sequence[Summary]) -> dict[str, object]:
+    """Means and standard deviations, and those of the seed-by-seed differences to `baseline`."""
+    pairs = list(zip(found, baseline, strict=True))
+    hours = [s.hours_to_target for s in found]
+    reached = None not in hours
+    faster = [
+        1 - s.hours_to_target / b.hours_to_target
+        for s, b in pairs
+        if s.hours_to_target and b.hours_to_target
+    ]
+    ablation = [12.0 * (s.hours / s.tokens) / (b.hours / b.tokens) for s, b in pairs]
+    return {
+        "minutes_to_target": _spread([60 * h for h in hours if h]) if reached else None,
+        "time_saved": _spread(faster) if len(faster) == len(found) else None,
+        "final_perplexity": _spread([s.final_perplexity for s in found]),
+        "perplexity_over_diloco": _spread(
+            [s.final_perplexity / b.final_perplexity - 1 for s, b in pairs]
+        ),
+        "straggler_idle": statistics.mean(s.straggler_idle for s in found),
+        "wan_idle": statistics.mean(s.wan_idle for s in found),
+        "payload_ratio": statistics.mean(s.payload_ratio for s in found),
+        "hours_same_tokens": statistics.mean(ablation),
+        "published_hours": PUBLISHED_HOURS.get(found[0].method),
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float | None]:
+    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
+    return {"mean": statistics.mean(values), "deviation": deviation}
+
+
+def _bench_table(rows: dict[str, dict]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    headings = (
+        "time saved\nto target",
+        "final\nperplexity",
+        "over\nDiLoCo",
+        "straggler\nidle",
+        "WAN\nidle",
+        "hours, same\ntokens",
+        "pub-\nlished",
+    )
+    table.add_column("\nmethod")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, row in rows.items():
+        table.add_row(
+            name,
+            _percent(row["time_saved"]),
+            _plus_minus(row["final_perplexity"], "{:.2f}"),
+            _percent(row["perplexity_over_diloco"]),
+            format_share(row["straggler_idle"]),
+            format_share(row["wan_idle"]),
+            f"{row['hours_same_tokens']:.1f}",
+            "" if row["published_hours"] is None else f"{row['published_hours']:.1f}",
+        )
+    return table
+
+
+def _plus_minus(spread: dict | None, form: str) -> str:
+    if spread is None:
+        return "not reached"
+    text = form.format(spread["mean"])
+    if math.isfinite(spread["deviation"]):
+        text += " +- " + form.format(spread["deviation"])
+    return text
+
+
+def _percent(spread: dict | None) -> str:
+    return _plus_minus(spread and {k: 100 * v for k, v in spread.items()}, "{:.1f}") + (
+        "%" if spread else ""
+    )

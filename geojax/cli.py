@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: one function a command.
+
+Commands import what they need when they run, so that `geojax --help` answers at once. A mistake of
+the user's ends in one line and exit code 2; a run that fails for another reason, in exit code 1.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from geojax.config import ConfigError, RunConfig
+
+
+def train(args: list[str]) -> int:
+    """Train a preset or a config file, or continue a run with --resume RUN."""
+    from geojax import runs
+
+    if args and args[0] == "--resume":
+        options = _parse(_Resume, args[1:], "geojax train --resume")
+        runs.resume(options.run)
+        return 0
+    if not args or args[0].startswith("-"):
+        return _presets_help("train", args)
+    options = _parse_config(_Train, args, "train")
+    runs.start(options.config, options.out or Path("runs") / options.config.name)
+    return 0
+
+
+def data(args: list[str]) -> int:
+    """Tokenise ahead of time: geojax data prepare PRESET_OR_FILE."""
+    if args[:1] != ["prepare"]:
+        raise ConfigError(
+            f"geojax data knows only `prepare`, not {' '.join(args[:1]) or 'nothing'!r}"
+        )
+    if len(args) < 2 or args[1].startswith("-"):
+        return _presets_help("data prepare", args[1:])
+    from rich.console import Console
+
+    from geojax.data import describe, prepare
+
+    config = _parse_config(_Prepare, args[1:], "data prepare").config
+    console = Console(highlight=False)
+    corpus = prepare(config.data, config.model.vocab_size, progress=console.print)
+    for label, value in describe(corpus):
+        console.print(f"  {label:<22}{value}", soft_wrap=True)
+    return 0
+
+
+def report(args: list[str]) -> int:
+    """Compare runs: a table, pictures, and JSON."""
+    from geojax.track.report import report as make_report
+
+    options = _parse(_Report, args, "geojax report")
+    make_report(options.runs, options.out, options.json, options.target)
+    return 0
+
+
+def demo(args: list[str]) -> int:
+    """Train one small model by four methods over four unequal slices, and compare them."""
+    from geojax.bench.geomesh import run_demo
+
+    options = _parse(_Demo, args, "geojax demo")
+    run_demo(options.out, options.jobs)
+    return 0
+
+
+def bench(args: list[str]) -> int:
+    """Longer comparisons: geojax bench geomesh, geojax bench tune METHOD..."""
+    from geojax.bench import geomesh
+
+    known = {"geomesh": _Bench, "tune": _Tune}
+    if not args or args[0] not in known:
+        raise ConfigError(f"geojax bench wants one of {list(known)}, not {(args or [''])[0]!r}")
+    options = _parse(known[args[0]], args[1:], f"geojax bench {args[0]}")
+    if isinstance(options, _Bench):
+        geomesh.run_bench(options.out, options.jobs, options.seeds, options.json)
+    else:
+        geomesh.tune(options.methods, options.out, options.jobs)
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "data": data,
+    "report": report,
+    "demo": demo,
+    "bench": bench,
+}
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run a command; the process's exit code."""
+    args = sys.argv[1:] if args is None else args
+    if not args or args[0] in ("-h", "--help"):
+        print("usage: geojax COMMAND ...\n\ncommands:")
+        for name, command in COMMANDS.items():
+            print(f"  {name:<8}{(command.__doc__ or '').splitlines()[0]}")
+        print("\n`geojax COMMAND --help` says more.")
+        return 0 if args else 2
+    try:
+        if args[0] not in COMMANDS:
+            near = get_close_matches(args[0], COMMANDS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"use one of {list(COMMANDS)}"
+            raise ConfigError(f"no command named {args[0]!r}; {hint}")
+        return COMMANDS[args[0]](args[1:])
+    except ConfigError as error:
+        print(f"geojax: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has enough, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+@dataclass(frozen=True)
+class _Resume:
+    """Continue a run exactly where it stopped."""
+
+    run: tyro.conf.Positional[Path]
+    """Run folder."""
+
+
+@dataclass(frozen=True)
+class _Report:
+    """Compare runs: a table, pictures, and JSON."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Run folders."""
+    out: Path | None = None
+    """Folder for the pictures."""
+    json: Path | None = None
+    """File for the figures, with units, clock, seeds, versions and machine."""
+    target: float | None = None
+    """Target perplexity; unset: 1.02 times the worst final one."""
+
+
+@dataclass(frozen=True)
+class _Jobs:
+    jobs: int = os.cpu_count() or 1
+    """Runs at a time, one core each."""
+
+
+@dataclass(frozen=True)
+class _Demo(_Jobs):
+    """Train one small model by four methods over four unequal slices, and compare them."""
+
+    out: Path = Path("runs/demo")
+    """Folder of the runs, pictures and report.json; finished runs in it are kept."""
+
+
+@dataclass(frozen=True)
+class _Bench(_Jobs):
+    """All methods and controls over several seeds. Resumable: start it again to go on."""
+
+    out: Path = Path("runs/bench-geomesh")
+    """Folder of the runs."""
+    seeds: int = 3
+    json: Path | None = None
+    """File for the figures; unset: report.json in the folder."""
+
+
+@dataclass(frozen=True)
+class _Tune(_Jobs):
+    """Twelve settings of each method's optimizers, on held-out text of its own."""
+
+    methods: tyro.conf.Positional[tuple[str, ...]] = ()
+    out: Path = Path("runs/tune-geomesh")
+    """Folder of the runs."""
+
+
+@dataclass(frozen=True)
+class _Prepare:
+    """Any field of the config can be set; the data section decides the result."""
+
+    config: Annotated[RunConfig, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True)
+class _Train:
+    """Any field of the config can be set."""
+
+    config: Annotated[RunConfig, tyro.conf.arg(name="")]
+    out: Path | None = None
+    """Run folder; unset: runs/NAME."""
+
+
+def _parse[T](options: type[T], args: list[str], prog: str, default: T | None = None) -> T:
+    return tyro.cli(
+        options,
+        args=args,
+        prog=prog,
+        default=default,
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+
+
+def _parse_config[T](options: Callable[[RunConfig], T], args: list[str], command: str) -> T:
+    """Options over the config that args[0] names."""
+    from geojax.configs import load_config
+
+    default = options(load_config(args[0]))
+    return _parse(type(default), args[1:], f"geojax {command} {args[0]}", default)
+
+
+def _presets_help(command: str, args: list[str]) -> int:
+    from geojax.configs import PRESETS
+
+    if args and args[0] not in ("-h", "--help"):
+        raise ConfigError(f"geojax {command} wants a preset or a file first, not {args[0]!r}")
+    print(f"usage: geojax {command} PRESET_OR_FILE [--any.field value ...]")
+    if command == "train":
+        print("       geojax train --resume RUN")
+    print("\npresets:")
+    for name, preset in PRESETS.items():
+        print(f"  {name:<21}{preset.line}")
+    print(f"\n`geojax {command} PRESET --help` lists every field.")
+    return 0 if args else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

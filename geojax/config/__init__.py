@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run is: one frozen `RunConfig` made of the parts that each component receives.
+
+Invariant: a config that exists is one that can run; every contradiction is refused here, before
+anything is compiled, with the value, the constraint and the fix. Fields carry their units in their
+names. Nothing here imports JAX, so that the command line answers at once.
+"""
+
+from geojax.config.base import ConfigError, require
+from geojax.config.data import DataConfig, SourceConfig, TokenizerConfig
+from geojax.config.geomesh import (
+    BalanceConfig,
+    ClockConfig,
+    ExchangeConfig,
+    OuterConfig,
+    SliceConfig,
+)
+from geojax.config.run import RunConfig, with_seed
+from geojax.config.train import (
+    AnomalyConfig,
+    CheckpointConfig,
+    EvalConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "AnomalyConfig",
+    "BalanceConfig",
+    "CheckpointConfig",
+    "ClockConfig",
+    "ConfigError",
+    "DataConfig",
+    "EvalConfig",
+    "ExchangeConfig",
+    "OptimizerConfig",
+    "OuterConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "SliceConfig",
+    "SourceConfig",
+    "TokenizerConfig",
+    "TrainConfig",
+    "require",
+    "with_seed",
+]

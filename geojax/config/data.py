@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text, tokenizer and sequences."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from geojax.config.base import STRICT, require
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """Where text comes from."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    kind: Literal["wiki", "pydoc", "files", "huggingface"] = "wiki"
+    """wiki: 10,033 Wikipedia extracts from a package; pydoc: Python's own documentation topics;
+    files: the user's own; huggingface: a dataset, where `datasets` is installed."""
+    paths: tuple[str, ...] = ()
+    """files: text files, .jsonl files, folders or globs."""
+    text_field: str = "text"
+    """Field that holds the text, in JSONL records and Hugging Face rows."""
+    dataset: str = ""
+    """huggingface: name or local folder, as `datasets.load_dataset` takes it."""
+    subset: str = ""
+    """huggingface: configuration name."""
+    split: str = "train"
+    """huggingface: split."""
+
+    def __post_init__(self):
+        require(
+            bool(self.paths) == (self.kind == "files"),
+            f"data.source.paths {list(self.paths)} goes with data.source.kind 'files' and only "
+            f"with it (kind is {self.kind!r}); set both or neither",
+        )
+        require(
+            bool(self.dataset) == (self.kind == "huggingface"),
+            f"data.source.dataset {self.dataset!r} goes with data.source.kind 'huggingface' and "
+            f"only with it (kind is {self.kind!r}); set both or neither",
+        )
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """How text becomes tokens."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    kind: Literal["bpe", "gpt2", "file"] = "bpe"
+    """bpe: byte-level BPE trained on the training split and cached; gpt2: GPT-2's, from its
+    package; file: a `tokenizer.json` of the user."""
+    vocab_size: int = 512
+    """bpe: entries of the vocabulary, end-of-text included."""
+    path: str = ""
+    """file: the `tokenizer.json`."""
+
+    def __post_init__(self):
+        require(
+            self.kind != "bpe" or 257 <= self.vocab_size <= 2**20,
+            f"data.tokenizer.vocab_size {self.vocab_size} must lie in 257..1048576 (256 bytes and "
+            "end-of-text come first)",
+        )
+        require(
+            bool(self.path) == (self.kind == "file"),
+            f"data.tokenizer.path {self.path!r} goes with data.tokenizer.kind 'file' and only with "
+            f"it (kind is {self.kind!r}); set both or neither",
+        )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Text, tokenizer, and how tokens become sequences."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    source: SourceConfig = SourceConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    seq_len: int = 1024
+    """Tokens predicted a sequence."""
+    document_mask: bool = False
+    """Documents packed into one sequence do not see each other: attention stops at their borders,
+    positions restart, and the first token of a document is not predicted from the one before."""
+    valid_fraction: float = 0.02
+    """Share of documents held out; chosen by a hash of the document, so it never moves."""
+    seed: int = 0
+    """Order of the training sequences."""
+
+    def __post_init__(self):
+        require(self.seq_len >= 1, f"data.seq_len {self.seq_len} must be at least 1")
+        require(
+            0 < self.valid_fraction < 1,
+            f"data.valid_fraction {self.valid_fraction} must lie between 0 and 1; use 0.02",
+        )
+        require(self.seed >= 0, f"data.seed {self.seed} must be at least 0")

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slices, and what they do together: balance, exchange, outer step, clock."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from geojax.config.base import STRICT, require
+from geojax.config.train import OptimizerConfig, ScheduleConfig
+from geojax.meshes.wan import get_wan
+from geojax.models.config import get_model
+
+
+@dataclass(frozen=True)
+class SliceConfig:
+    """One region's accelerators, acting as one worker."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    name: str
+    region: str = ""
+    """Region of the WAN; needed where the clock models the WAN."""
+    devices: int = 1
+    """JAX devices of this slice. Slices share devices where there are too few for all."""
+    gpu: str = ""
+    """Modelled clock: GPU type of `meshes/hardware.py`."""
+    gpus: int = 1
+    """Modelled clock: GPUs of that type in the slice."""
+    speed: float | None = None
+    """Modelled clock: speed relative to the slice of speed 1, in place of the GPU's figures."""
+
+    def __post_init__(self):
+        require(self.name, "a slice needs a name")
+        require(self.devices >= 1, f"slice {self.name}: devices {self.devices} must be at least 1")
+        require(self.gpus >= 1, f"slice {self.name}: gpus {self.gpus} must be at least 1")
+        require(
+            self.speed is None or self.speed > 0,
+            f"slice {self.name}: speed {self.speed} must be above 0",
+        )
+
+
+@dataclass(frozen=True)
+class BalanceConfig:
+    """How a round's work is divided over slices."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    mode: Literal["equal", "adaptive"] = "adaptive"
+    """equal: the same batch and inner steps for all; adaptive: each slice its own, so that all
+    end a round together."""
+    inner_steps: int | None = None
+    """H of the slowest slice."""
+    sync_share: float | None = None
+    """Target share of a round spent in the exchange, from which H follows, in place of
+    inner_steps."""
+    batch_sizes: tuple[int, ...] = (8, 16, 32, 64)
+    """Candidate sequences a step and slice. equal takes the largest that fits everywhere."""
+    max_steps_ratio: float = 16.0
+    """Bound on the largest H over the smallest."""
+    throughput_slack: float = 0.05
+    """The smallest batch within this share of a slice's best tokens/s is chosen."""
+
+    def __post_init__(self):
+        require(
+            (self.inner_steps is None) != (self.sync_share is None),
+            f"balance.inner_steps {self.inner_steps} and balance.sync_share {self.sync_share}: set "
+            "exactly one",
+        )
+        require(
+            self.inner_steps is None or self.inner_steps >= 1,
+            f"balance.inner_steps {self.inner_steps} must be at least 1",
+        )
+        require(
+            self.sync_share is None or 0 < self.sync_share < 1,
+            f"balance.sync_share {self.sync_share} must lie between 0 and 1; use 0.1",
+        )
+        require(
+            self.batch_sizes and min(self.batch_sizes) >= 1,
+            f"balance.batch_sizes {self.batch_sizes} needs at least one batch, each at least 1",
+        )
+        require(
+            self.max_steps_ratio >= 1,
+            f"balance.max_steps_ratio {self.max_steps_ratio} must be at least 1",
+        )
+        require(
+            0 <= self.throughput_slack < 1,
+            f"balance.throughput_slack {self.throughput_slack} must lie in [0, 1)",
+        )
+
+
+@dataclass(frozen=True)
+class ExchangeConfig:
+    """What slices send each other at the end of a round."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    codec: Literal["sign", "int8", "fp16", "bf16", "fp32"] = "sign"
+    scales: Literal["tensor", "row"] = "tensor"
+    """sign, int8: one magnitude a tensor (embedding and head always a row), or a row everywhere."""
+    error_feedback: bool = True
+    """Add what the codec lost in one round to the next."""
+    schedule: Literal["auto", "gather", "two_phase"] = "auto"
+    """gather: each slice sends its message to all, merged exactly; two_phase: each slice merges a
+    shard of all and sends that on, encoded again. auto: two_phase for uncompressed codecs, where it
+    is an all-reduce, and for more than 4 slices; gather for the rest."""
+
+    def __post_init__(self):
+        require(
+            not (self.error_feedback and self.codec == "fp32"),
+            "exchange.error_feedback has nothing to feed back under codec fp32; set it to False",
+        )
+
+    def resolve_schedule(self, slices: int) -> Literal["gather", "two_phase"]:
+        """The schedule for this many slices, `auto` resolved."""
+        if self.schedule != "auto":
+            return self.schedule
+        exact = self.codec in ("fp32", "fp16", "bf16")
+        return "two_phase" if exact or slices > 4 else "gather"
+
+
+@dataclass(frozen=True)
+class OuterConfig:
+    """How merged pseudo-gradients move the shared parameters."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    optimizer: OptimizerConfig = OptimizerConfig(name="sgd", learning_rate=1.0)
+    schedule: ScheduleConfig = ScheduleConfig(
+        decay="constant", warmup_fraction=0.0, final_fraction=1.0
+    )
+    merge: Literal["tokens", "fednova"] = "tokens"
+    """tokens: by each slice's loss-bearing tokens, for IID data; fednova: steps normalised out
+    (Wang et al. 2020), for slices with unlike data."""
+
+
+@dataclass(frozen=True)
+class ClockConfig:
+    """Which clock a run's times come from."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    kind: Literal["measured", "modelled"] = "measured"
+    model: str = ""
+    """Modelled: name of the model whose size is timed; empty: the one that is trained."""
+    seq_len: int | None = None
+    """Modelled: sequence length that is timed; unset: the one that is trained."""
+    wan: str = ""
+    """Modelled: a WAN of `meshes/wan.py`, or a CSV file of links."""
+    base_step_seconds: float | None = None
+    """Modelled, slices given by speed: seconds a step of base_batch sequences at speed 1."""
+    base_batch: int | None = None
+
+    def __post_init__(self):
+        modelled = self.kind == "modelled"
+        require(
+            bool(self.wan) == modelled,
+            f"clock.wan {self.wan!r} goes with clock.kind 'modelled' and only with it "
+            f"(kind is {self.kind!r}); set both or neither",
+        )
+        set_fields = [
+            n for n in ("model", "seq_len", "base_step_seconds", "base_batch") if getattr(self, n)
+        ]
+        require(
+            modelled or not set_fields,
+            f"clock.{'/'.join(set_fields)} would be ignored by the measured clock; set clock.kind "
+            "to 'modelled' or leave them unset",
+        )
+        require(
+            (self.base_step_seconds is None) == (self.base_batch is None),
+            f"clock.base_step_seconds {self.base_step_seconds} and clock.base_batch "
+            f"{self.base_batch} go together; set both or neither",
+        )
+        require(
+            self.base_step_seconds is None or self.base_step_seconds > 0,
+            f"clock.base_step_seconds {self.base_step_seconds} must be above 0",
+        )
+        if self.model:
+            get_model(self.model)
+        if self.wan:
+            get_wan(self.wan)

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text to batches: sources, tokenizers, corpora, and sequences under one global cursor.
+
+Arrows run one way: batches -> corpus -> {sources, tokenizer}. Nothing here imports JAX, and grain,
+tokenizers and datasets are imported only where they are used.
+"""
+
+from geojax.data.batches import Batch, TrainSequences, ValidSequences, allot
+from geojax.data.commands import describe
+from geojax.data.corpus import Corpus, cache_dir, prepare
+from geojax.data.sources import iter_documents
+from geojax.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
+
+__all__ = [
+    "Batch",
+    "Corpus",
+    "Tokenizer",
+    "TrainSequences",
+    "ValidSequences",
+    "allot",
+    "cache_dir",
+    "describe",
+    "iter_documents",
+    "load_tokenizer",
+    "prepare",
+    "read_tokenizer",
+]

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command line says of a corpus."""
+
+from geojax.data.corpus import Corpus
+
+
+def describe(corpus: Corpus) -> list[tuple[str, str]]:
+    """Rows of (label, value) for the console."""
+    tokens = len(corpus.train) + len(corpus.valid)
+    return [
+        ("documents", f"{corpus.train_documents:,} train, {corpus.valid_documents:,} validation"),
+        ("tokens", f"{len(corpus.train):,} train, {len(corpus.valid):,} validation"),
+        ("vocabulary", f"{corpus.vocab_size:,} entries, end-of-text {corpus.eos_id}"),
+        ("text bytes a token", f"{corpus.text_bytes / tokens:.2f}"),
+        ("stored as", str(corpus.train.dtype)),
+        ("sequences", f"{corpus.sequences:,} an epoch of {corpus.seq_len:,} tokens each"),
+        ("folder", str(corpus.folder)),
+    ]

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one interface to time: what a round took, by slice, measured or modelled.
+
+Invariant: for every slice compute + straggler wait + WAN wait + outer step = the round's seconds.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from geojax.config import RunConfig
+from geojax.geomesh.balance import Option, Plan, SliceProfile
+from geojax.geomesh.layout import make_layout
+from geojax.geomesh.sync import payload_bytes
+from geojax.meshes.hardware import get_gpu, step_bytes, step_seconds
+from geojax.meshes.wan import get_wan, wire_bytes
+
+_USABLE_MEMORY = 0.9  # of a GPU, the rest for its context, the network library and fragmentation
+
+
+class RoundTimes(NamedTuple):
+    """Seconds of one round."""
+
+    compute: list[float]
+    """Inner steps, by slice."""
+    inner: float
+    """Until the last slice had done its inner steps."""
+    exchange: float
+    outer: float
+    """Encoding, decoding, merging, the outer step and the hash check."""
+
+    @property
+    def total(self) -> float:
+        return self.inner + self.exchange + self.outer
+
+    def straggler(self, index: int) -> float:
+        """What slice `index` waited for the last one."""
+        return self.inner - self.compute[index]
+
+
+class Clock(Protocol):
+    """Where a run's times come from."""
+
+    def round(self, plan: Plan, measured: RoundTimes) -> RoundTimes: ...
+
+
+class MeasuredClock:
+    """Wall time. Slices that share a device wait for each other's compute."""
+
+    def round(self, plan: Plan, measured: RoundTimes) -> RoundTimes:
+        return measured
+
+
+@dataclass(frozen=True)
+class ModelledClock:
+    """Step times of the plan and exchange times of the WAN model.
+
+    The outer step counts as nothing; docs/geomesh.md states what it takes.
+    """
+
+    exchange_seconds: float
+
+    def round(self, plan: Plan, measured: RoundTimes) -> RoundTimes:
+        compute = [w.compute_seconds for w in plan.work]
+        return RoundTimes(compute, max(compute), self.exchange_seconds, 0.0)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What an exchange of the clocked model moves, in bytes a slice."""
+
+    params: int
+    payload_bytes: int
+    """One slice's message."""
+    fp32_bytes: int
+    """The same parameters uncompressed."""
+    wire_bytes: int
+    """Sent by one slice under the schedule in force."""
+
+    @property
+    def payload_ratio(self) -> float:
+        return self.fp32_bytes / self.payload_bytes
+
+
+def traffic(config: RunConfig) -> Traffic:
+    """Traffic of an exchange of the model whose time is counted."""
+    from geojax.models.transformer import abstract_params
+
+    model = config.clocked_model()
+    payload = payload_bytes(make_layout(abstract_params(model), config.exchange))
+    slices = len(config.slices)
+    sent = wire_bytes(config.exchange.resolve_schedule(slices), slices, payload)
+    return Traffic(model.num_params, payload, 4 * model.num_params, sent)
+
+
+def modelled_exchange_seconds(config: RunConfig, payload: int) -> float:
+    """Seconds of one exchange of `payload` bytes a slice over the configured WAN."""
+    wan, regions = get_wan(config.clock.wan), [s.region for s in config.slices]
+    if config.exchange.resolve_schedule(len(regions)) == "gather":
+        return wan.gather_seconds(regions, payload)
+    return wan.two_phase_seconds(regions, payload)
+
+
+def modelled_profiles(config: RunConfig) -> list[SliceProfile]:
+    """What each slice could do, from its relative speed or its GPU's figures."""
+    return [
+        SliceProfile(
+            s.name,
+            tuple(_option(config, i, batch) for batch in config.balance.batch_sizes),
+            int(get_gpu(s.gpu).memory_bytes * _USABLE_MEMORY) if s.gpu else None,
+        )
+        for i, s in enumerate(config.slices)
+    ]
+
+
+def _option(config: RunConfig, index: int, batch: int) -> Option:
+    s, clock = config.slices[index], config.clock
+    if s.speed and clock.base_step_seconds and clock.base_batch:
+        return Option(batch, clock.base_step_seconds * batch / clock.base_batch / s.speed, 0)
+    model, seq_len = config.clocked_model(), clock.seq_len or config.data.seq_len
+    memory = step_bytes(
+        model,
+        -(-batch // s.gpus),
+        seq_len,
+        compute_bytes=4 if config.train.compute_dtype == "float32" else 2,
+        optimizer_slots={"sgd": 0, "lion": 1, "adamw": 2}[config.train.optimizer.name],
+        micro_batch=config.train.micro_batch,
+    )
+    return Option(batch, step_seconds(model, get_gpu(s.gpu), s.gpus, batch, seq_len), memory)

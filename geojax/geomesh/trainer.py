@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GeoMesh run: rounds of inner steps on every slice, each ended by an exchange.
+
+Every method is a setting of the parts used here: DiLoCo is equal work, fp32 and AdamW; per-step
+data parallelism is one inner step of plain SGD with the real optimizer outside. Invariant: what a
+run does next is a function of its config, its plan and its last checkpoint, nothing else.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from geojax.config import ConfigError, RunConfig, require
+from geojax.data import Corpus, TrainSequences, ValidSequences, allot
+from geojax.geomesh.balance import Plan, SliceWork, make_plan
+from geojax.geomesh.clock import (
+    Clock,
+    MeasuredClock,
+    ModelledClock,
+    RoundTimes,
+    modelled_exchange_seconds,
+    modelled_profiles,
+    traffic,
+)
+from geojax.geomesh.exchange import MeshExchange
+from geojax.geomesh.layout import make_layout
+from geojax.geomesh.outer import OuterCopy, OuterStep, check_digests, digest
+from geojax.geomesh.profile import measured_profiles
+from geojax.geomesh.records import (
+    derived_rows,
+    left_out,
+    round_record,
+    slice_record,
+    start_record,
+)
+from geojax.geomesh.sync import Contribution, Synchronizer
+from geojax.geomesh.worker import Worker
+from geojax.meshes.axes import assign_devices
+from geojax.models.transformer import init_params, make_apply
+from geojax.track.console import RunConsole
+from geojax.track.metrics import MetricsWriter
+from geojax.train.checkpoint import Checkpoints
+from geojax.train.evaluate import make_evaluate
+from geojax.train.step import make_inner_loop, make_loss
+
+_CHUNK_STEPS = 32  # inner steps between looks at `stop`
+
+
+class LostRunError(RuntimeError):
+    """No slice could join a round for too long."""
+
+
+@dataclass
+class Position:
+    """How far a run is, at its last round border; saved with every checkpoint."""
+
+    round: int = 0
+    cursor: int = 0
+    """Next global sample."""
+    seconds: float = 0.0
+    """On the run's clock."""
+    inner_seconds: float = 0.0
+    """Real time of the inner steps since then."""
+    lost_rounds: int = 0
+    """In a row that no slice could join."""
+    wall_seconds: float = 0.0
+    """Real time, over all processes that worked on the run."""
+
+
+class Trainer:
+    """One run in one process, which holds all slices."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        metrics: MetricsWriter,
+        checkpoints: Checkpoints,
+        stop: threading.Event,
+    ):
+        """Plan, programs and state, taken from a checkpoint where there is one.
+
+        Set `stop` to end the run, saved, at the next chunk of inner steps.
+        """
+        self.config = config
+        self.position = Position()
+        self._names = [s.name for s in config.slices]
+        self._metrics = metrics
+        self._checkpoints = checkpoints
+        self._stop = stop
+        data = config.data
+        self._sequences = TrainSequences(corpus, data.seq_len, data.seed, data.document_mask)
+        self._valid = ValidSequences(corpus, data.seq_len, data.document_mask)
+
+        try:
+            devices = assign_devices([s.devices for s in config.slices], jax.local_devices())
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        loss = make_loss(make_apply(config.model), config.train.compute_dtype)
+        loop = make_inner_loop(loss, config.train)
+        params = jax.tree.map(np.asarray, init_params(config.model, config.seed))
+        layout = make_layout(params, config.exchange)
+        schedule = config.exchange.resolve_schedule(len(self._names))
+        self._exchange = MeshExchange([row[0] for row in devices])
+        self._synchronizer = Synchronizer(
+            layout, self._exchange, self._names, schedule, config.outer.merge
+        )
+        self._outer_step = OuterStep(config.outer)
+        self.traffic = traffic(config)
+        meta = None if checkpoints.empty else checkpoints.meta()
+        self.exchange_seconds: float | None = None  # where it is modelled
+        self._clock: Clock = MeasuredClock()
+        if config.clock.kind == "modelled":
+            self.exchange_seconds = modelled_exchange_seconds(config, self.traffic.payload_bytes)
+            self._clock = ModelledClock(self.exchange_seconds)
+        if meta:
+            self.plan = Plan(tuple(SliceWork(**work) for work in meta["plan"]))
+        else:
+            self.plan = self._make_plan(devices, loop, params)
+        corpus.require_batch(max(w.batch for w in self.plan.work))
+        require(
+            config.eval.first < self._valid.sequences,
+            f"eval.first {config.eval.first}: there are {self._valid.sequences} held-out "
+            "sequences; lower it, or raise data.valid_fraction",
+        )
+
+        # The same for all slices, so that those of one batch size share one compiled loop.
+        chunk_steps = min(_CHUNK_STEPS, max(w.inner_steps for w in self.plan.work))
+        self.workers = []
+        for index, (work, row) in enumerate(zip(self.plan.work, devices, strict=True)):
+            outer = self._outer_step.init(params)
+            feedback = None
+            if config.exchange.error_feedback:
+                feedback = self._synchronizer.init_feedback(index, jax.tree.leaves(params))
+            self.workers.append(
+                Worker(index, work, chunk_steps, row, config.train, loop, outer, feedback)
+            )
+        self._groups = _sharing_devices(self.workers)
+        self._evaluate = make_evaluate(loss, self.workers[0].mesh)
+        if meta:
+            self._restore(meta)
+            metrics.rewind(self.position.round)
+        else:
+            metrics.write("start", **start_record(config, self.plan, self.traffic))
+        self._resumed_at = time.perf_counter()
+
+    @property
+    def tokens(self) -> int:
+        """Predicted tokens up to the last round border, over all slices."""
+        return self.position.cursor * self.config.data.seq_len
+
+    def describe(self) -> list[tuple[str, str]]:
+        """What the run derived from its config, as (label, value)."""
+        shared = len(self._groups) < len(self.workers)
+        return derived_rows(self.config, self.plan, self.traffic, self.exchange_seconds, shared)
+
+    def run(self, console: RunConsole) -> bool:
+        """Train to the end; False if it was stopped before. Either way the state is saved."""
+        total, position = self.config.train.total_tokens, self.position
+        if not position.cursor and not any(w.progress.done for w in self.workers):
+            self._evaluation(console)
+        while self.tokens < total:
+            shares, cursor = allot(position.cursor, [w.sequences for w in self.plan.work])
+            self._inner_steps(shares, cursor)
+            if not all(w.finished for w in self.workers):
+                self._save(mid_round=True)
+                return False
+            before = self.tokens
+            self._end_round(cursor, console)
+            every = self.config.eval.every_tokens
+            if self.tokens >= total or (every and self.tokens // every > before // every):
+                self._evaluation(console)
+            interval = self.config.checkpoint.every_rounds
+            due = interval and position.round % interval == 0
+            if due or self.tokens >= total or self._stop.is_set():
+                self._save(mid_round=False)
+            if self.tokens < total and self._stop.is_set():
+                return False
+        self._metrics.write(
+            "end",
+            round=position.round,
+            tokens=self.tokens,
+            seconds=position.seconds,
+            reason="all tokens seen",
+        )
+        return True
+
+    def _make_plan(self, devices, loop, params) -> Plan:
+        if self.config.clock.kind == "modelled":
+            profiles = modelled_profiles(self.config)
+        else:
+            profiles = measured_profiles(self.config, devices, loop, params)
+        seconds = self.exchange_seconds
+        if seconds is None:
+            seconds = self._measure_exchange()
+        return make_plan(profiles, self.config.balance, seconds)
+
+    def _measure_exchange(self) -> float:
+        """Real seconds to move one message, the second time, when it is compiled."""
+        message = np.zeros(self.traffic.payload_bytes, np.uint8)
+        for _ in range(2):
+            started = time.perf_counter()
+            self._exchange.all_gather([message] * len(self._names))
+        return time.perf_counter() - started
+
+    def _inner_steps(self, shares: Sequence[range], cursor: int) -> None:
+        """What is left of the round's inner steps; slices on other devices work side by side."""
+        seq_len, total = self.config.data.seq_len, self.config.train.total_tokens
+        span = (self.tokens / total, cursor * seq_len / total)
+        started = time.perf_counter()
+
+        def work(group: Sequence[Worker]) -> None:
+            for worker in group:
+                if worker.finished or self._stop.is_set():
+                    continue
+                if not worker.progress.done:
+                    worker.begin_round()
+                worker.run(self._sequences, shares[worker.index], span, self._stop.is_set)
+
+        with ThreadPoolExecutor(len(self._groups)) as pool:
+            list(pool.map(work, self._groups))
+        self.position.inner_seconds += time.perf_counter() - started
+
+    def _end_round(self, cursor: int, console: RunConsole) -> None:
+        """Exchange, outer step, hash check, accounts."""
+        position = self.position
+        position.round += 1
+        started = time.perf_counter()
+        contributions = [self._contribution(w) for w in self.workers]
+        merged = self._synchronizer.exchange(position.round, contributions)
+        if merged.pseudo_gradients:
+            progress = self.tokens / self.config.train.total_tokens
+            for worker, gradient in zip(self.workers, merged.pseudo_gradients, strict=True):
+                self._outer_step.apply(worker.outer, gradient, progress)
+        position.lost_rounds = 0 if merged.pseudo_gradients else position.lost_rounds + 1
+        copy_hash = self._check_copies()
+        position.cursor = cursor
+        outer_seconds = time.perf_counter() - started - merged.exchange_seconds
+        compute = [w.progress.compute_seconds for w in self.workers]
+        times = self._clock.round(
+            self.plan,
+            RoundTimes(compute, position.inner_seconds, merged.exchange_seconds, outer_seconds),
+        )
+        position.seconds += times.total
+        position.inner_seconds = 0.0
+
+        records = []
+        for worker, contribution, sent in zip(
+            self.workers, contributions, merged.sent_bytes, strict=True
+        ):
+            record = slice_record(worker, contribution, sent, times, self.traffic)
+            self._metrics.write("slice", round=position.round, **record)
+            records.append(record)
+            if worker.progress.skipped:
+                console.warn(
+                    f"round {position.round}, slice {worker.work.name}: skipped "
+                    f"{worker.progress.skipped} of {worker.progress.done} inner steps (loss or "
+                    "gradient not finite, or a spike)"
+                )
+            worker.end_round()
+        missing = left_out(merged.headers, self._names)
+        if missing:
+            console.warn(
+                f"round {position.round}: left out {', '.join(missing)}, whose update was not "
+                "finite or came from too few good steps"
+            )
+        record = round_record(merged, times, self.traffic) | {
+            "round": position.round,
+            "tokens": self.tokens,
+            "seconds": position.seconds,
+            "hash": copy_hash,
+            "left_out": missing,
+            "wall_seconds": self._wall_seconds(),
+        }
+        self._metrics.write("round", **record)
+        console.round_line(record, records)
+        limit = self.config.train.anomalies.max_lost_rounds
+        if position.lost_rounds >= limit:
+            raise LostRunError(
+                f"no slice could join the last {position.lost_rounds} rounds; lower "
+                "train.optimizer.learning_rate, look at the data, or raise "
+                f"train.anomalies.max_lost_rounds ({limit})"
+            )
+
+    def _contribution(self, worker: Worker) -> Contribution:
+        p = worker.progress
+        healthy = p.skipped <= self.config.train.anomalies.max_skipped_fraction * p.done
+        tokens = p.tokens if healthy else 0
+        return Contribution(
+            worker.index, worker.pseudo_gradient(), tokens, p.steps, worker.feedback
+        )
+
+    def _check_copies(self) -> str:
+        """Every slice sends every other the digest of its copy; all compare. Returns it in hex."""
+        own = [digest(w.outer) for w in self.workers]
+        received = self._exchange.all_gather([np.frombuffer(d, np.uint8) for d in own])
+        for row in received:
+            check_digests([d.tobytes() for d in row], self._names, self.position.round)
+        return own[0].hex()
+
+    def _evaluation(self, console: RunConsole) -> None:
+        config, shared = self.config.eval, self.workers[0]
+        devices = len(shared.devices)
+        batch = -(-config.batch // devices) * devices
+        result = self._evaluate(
+            shared.outer.params, self._valid.batches(batch, config.sequences, config.first)
+        )
+        record = {
+            "round": self.position.round,
+            "tokens": self.tokens,
+            "seconds": self.position.seconds,
+            "loss": result.loss,
+            "perplexity": result.perplexity,
+            "sequences": min(config.sequences, self._valid.sequences - config.first),
+        }
+        self._metrics.write("eval", **record)
+        console.eval_line(record)
+
+    def _save(self, mid_round: bool) -> None:
+        state = _checkpoint_tree(self.workers, mid_round)
+        meta = {
+            "position": asdict(self.position) | {"wall_seconds": self._wall_seconds()},
+            "plan": [asdict(work) for work in self.plan.work],
+            "mid_round": mid_round,
+            "progress": [asdict(w.progress) for w in self.workers],
+        }
+        self._checkpoints.save(state, meta)
+
+    def _restore(self, meta: dict[str, Any]) -> None:
+        abstract = jax.eval_shape(lambda: _checkpoint_tree(self.workers, meta["mid_round"]))
+        state, meta = self._checkpoints.restore(abstract)
+        self.position = Position(**meta["position"])
+        for worker, progress in zip(self.workers, meta["progress"], strict=True):
+            shared = jax.tree.map(np.array, (state["params"], state["outer_opt_state"]))
+            kept = state["slices"][worker.work.name]
+            worker.restore(kept, OuterCopy(*shared), progress)
+
+    def _wall_seconds(self) -> float:
+        return self.position.wall_seconds + time.perf_counter() - self._resumed_at
+
+
+def _checkpoint_tree(workers: Sequence[Worker], mid_round: bool) -> dict[str, Any]:
+    """The copies of the shared state are equal, so one is kept."""
+    shared = workers[0].outer
+    return {
+        "params": shared.params,
+        "outer_opt_state": shared.opt_state,
+        "slices": {w.work.name: w.checkpoint(mid_round) for w in workers},
+    }
+
+
+def _sharing_devices(workers: Sequence[Worker]) -> list[list[Worker]]:
+    """Workers in groups that have no device in common."""
+    groups: list[list[Worker]] = []
+    for worker in workers:
+        devices = set(worker.devices)
+        shared = [g for g in groups if any(devices & set(w.devices) for w in g)]
+        groups = [g for g in groups if g not in shared]
+        groups.append([w for g in shared for w in g] + [worker])
+    return groups

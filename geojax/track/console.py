@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says while it goes on, and how numbers read everywhere.
+
+Invariant: on anything but a terminal the output is plain lines of at most 80 columns, without
+control characters, each whole when it appears.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import Self
+
+from rich.console import Console
+from rich.filesize import decimal, pick_unit_and_suffix
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from geojax.track.metrics import Record
+
+_COLUMNS = (  # heading, over two lines, and width
+    ("", "round", 5),
+    ("", "tokens", 6),
+    ("", "loss", 6),
+    ("payload", "a slice", 8),
+    ("vs", "fp32", 5),
+    ("straggler", "wait", 9),
+    ("WAN", "wait", 5),
+    ("signs", "agree", 5),
+    ("energy", "kept", 6),
+    ("tokens/s", "", 8),  # the second line names the clock
+    ("time", "left", 7),
+)
+_LINES_A_HEADING = 20
+
+
+class RunConsole:
+    """Prints a run: a header, one aligned line an outer step, evaluations and warnings.
+
+    As a context manager it keeps, on a terminal, a progress bar below the lines.
+    """
+
+    def __init__(
+        self, total_tokens: int, clock: str, tokens: int = 0, console: Console | None = None
+    ):
+        """`tokens` of `total_tokens` are done already; `clock` is the one that times come from."""
+        self._console = console or Console(highlight=False)
+        self._clock = clock
+        self._lines = count()
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[done]} tokens, time left"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
+            speed_estimate_period=3600,  # seconds; a round across regions takes minutes
+        )
+        self._task = self._progress.add_task(
+            "training", total=total_tokens, completed=tokens, done=format_count(tokens)
+        )
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def header(self, title: str, rows: Iterable[tuple[str, str]]) -> None:
+        """Print `title` and, aligned below it, rows of (label, value)."""
+        grid = Table.grid(padding=(0, 2))
+        for label, value in rows:
+            grid.add_row(Text(f"  {label}", style="dim"), Text(value))
+        self._print(title, style="bold")
+        self._console.print(grid)
+
+    def round_line(self, record: Record, slices: Sequence[Record]) -> None:
+        """Print a round's record, with its slices' records, as one line.
+
+        Loss is the mean over tokens; payload and the energy that the codec captured are means over
+        slices; waits are the longest of any slice; time left is real time.
+        """
+        done = format_count(record["tokens"])
+        self._progress.update(self._task, completed=record["tokens"], done=done)
+        if next(self._lines) % _LINES_A_HEADING == 0:
+            self._print(_row(top for top, _, _ in _COLUMNS), style="bold")
+            self._print(_row([*(low for _, low, _ in _COLUMNS[:-2]), self._clock, "left"]), "bold")
+        left = self._progress.tasks[0].time_remaining
+        seconds = record["round_seconds"]
+        tokens = sum(s["tokens"] for s in slices)
+        losses = [(s["loss"], s["tokens"]) for s in slices if s["loss"] is not None]
+        weight = sum(n for _, n in losses)
+        energies = [s["captured_energy"] for s in slices if s["captured_energy"] is not None]
+        cells = [
+            str(record["round"]),
+            done,
+            f"{sum(x * n for x, n in losses) / weight:.3f}" if weight else "-",
+            format_bytes(sum(s["payload_bytes"] for s in slices) / len(slices)),
+            "-" if record["payload_ratio"] is None else f"{record['payload_ratio']:.1f}x",
+            *(
+                format_share(
+                    max(s[f"{part}_seconds"] for s in slices) / seconds if seconds else 0.0
+                )
+                for part in ("straggler", "wan")
+            ),
+            _percent(record["sign_agreement"]),
+            _percent(sum(energies) / len(energies) if energies else None),
+            format_count(tokens / seconds) if seconds else "-",
+            "-" if left is None else format_seconds(left),
+        ]
+        self._print(_row(cells))
+
+    def eval_line(self, record: Record) -> None:
+        """Print an evaluation."""
+        loss, perplexity = record["loss"], record["perplexity"]
+        self._print(
+            f"  held-out after round {record['round']}, {format_seconds(record['seconds'])} "
+            f"{self._clock}: loss {'-' if loss is None else f'{loss:.4f}'}, perplexity "
+            f"{'-' if perplexity is None else f'{perplexity:.2f}'}"
+        )
+
+    def warn(self, text: str) -> None:
+        """Print something that the user should know: a slice left out, steps skipped."""
+        self._print(f"  warning: {text}", style="yellow")
+
+    def _print(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style), soft_wrap=True)
+
+
+def format_bytes(size_bytes: float) -> str:
+    """`18.9 MB`, in powers of 1,000."""
+    return decimal(round(size_bytes))
+
+
+def format_count(number: float) -> str:
+    """`1.2M`, in powers of 1,000."""
+    unit, suffix = pick_unit_and_suffix(round(number), ["", "K", "M", "B", "T"], 1000)
+    return f"{number / unit:.1f}{suffix}" if suffix else f"{number:.0f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """`12.4 h`, `8.5 min`, `42 s` or `7 ms`."""
+    for unit_seconds, unit in ((3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms")):
+        if (number := seconds / unit_seconds) >= 1:
+            digits = 1 if unit == "h" or number < 10 else 0
+            return f"{number:.{digits}f}".removesuffix(".0") + f" {unit}"
+    return "0 s"
+
+
+def format_share(share: float) -> str:
+    """`20.9%` for 0.209."""
+    return f"{share:.1%}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return " ".join(f"{cell:>{width}}" for cell, (_, _, width) in zip(cells, _COLUMNS, strict=True))

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a number was made with: the machine and the versions of the packages that decide results.
+
+Invariant: nothing is imported to find out, so asking costs milliseconds and touches no accelerator.
+"""
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "geojax")
+
+
+def machine() -> str:
+    """CPU model, its number of cores, and the system."""
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return f"{_cpu_model()}, {os.cpu_count()} cores, {system}"
+
+
+def versions() -> dict[str, str]:
+    """Installed version of each package that results depend on."""
+    return {package: version(package) for package in _PACKAGES}
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")  # Linux; elsewhere, and on some Arm, the platform must do
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or "unknown CPU")

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's `metrics.jsonl`: one strict JSON object a line, with the field `kind`.
+
+Kinds are `start`, `slice`, `round`, `eval` and `end`; all but `start` carry the number of their
+`round`. Invariant: whatever kills a run, its file holds whole records, but for a last line without
+its newline, which readers pass over and the next writer removes.
+"""
+
+import json
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+from geojax.config import ConfigError
+
+type Record = dict[str, Any]
+
+
+class MetricsWriter:
+    """Appends records to a JSONL file, each flushed when `write` returns."""
+
+    def __init__(self, path: Path | str):
+        """Open `path`, new or not, and remove a torn last line.
+
+        Raises ConfigError where the file holds a bad line.
+        """
+        self._path = Path(path)
+        if self._path.exists() and not self._path.read_bytes().endswith(b"\n"):
+            self._replace(read_records(self._path))
+        else:
+            self._open()
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one record. NumPy and JAX scalars become numbers; NaN and infinities null."""
+        self._file.write(_line({"kind": kind, **fields}))
+        self._file.flush()
+
+    def rewind(self, round: int) -> None:
+        """Forget what came after `round`: keep the first start record and records up to `round`.
+
+        Called on resume from the checkpoint of `round`, so that each round is recorded once. The
+        file is replaced in one step.
+        """
+        records = read_records(self._path)
+        start = next((r for r in records if r["kind"] == "start"), None)
+        self._file.close()
+        self._replace([r for r in records if r is start or r.get("round", math.inf) <= round])
+
+    def close(self) -> None:
+        """Close the file; a closed writer cannot write."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def _replace(self, records: list[Record]) -> None:
+        write_atomically(self._path, "".join(map(_line, records)))
+        self._open()
+
+
+def read_records(path: Path | str) -> list[Record]:
+    """Records of a JSONL file in order, without a last line that was cut in the middle of a write.
+
+    Raises ConfigError, naming file and line, for any other line that is not a record.
+    """
+    *lines, last = Path(path).read_bytes().split(b"\n")
+    records = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
+    if last:
+        with suppress(ConfigError):  # torn
+            records.append(_parse(last, ""))
+    return records
+
+
+def write_atomically(path: Path | str, text: str) -> None:
+    """Give `path` the content `text`; a reader, or a crash, sees the old content or the new."""
+    path = Path(path)
+    scratch = path.with_name(f"{path.name}.tmp")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+
+
+def to_json(value: Any) -> Any:
+    """`value` as strict JSON can hold it: scalars as Python numbers, NaN and infinities as None."""
+    if isinstance(value, dict):
+        return {key: to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _line(record: Record) -> str:
+    return json.dumps(to_json(record), allow_nan=False) + "\n"
+
+
+def _parse(line: bytes, place: str) -> Record:
+    try:
+        record = json.loads(line)
+    except ValueError as error:  # also covers bytes that are not UTF-8
+        raise ConfigError(f"{place} is not JSON ({error}); repair or remove the line") from None
+    if not isinstance(record, dict) or "kind" not in record:
+        raise ConfigError(f"{place} is not a record with a 'kind'; repair or remove the line")
+    return record

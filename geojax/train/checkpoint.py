@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of everything a run needs to go on, through Orbax.
+
+Invariant: a checkpoint appears whole or not at all (Orbax renames it into place when it is
+written), and the newest whole one is what a run resumes from. Saving goes on in the background; the
+arrays handed over are copied first, so the run may change its own.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from geojax.config import CheckpointConfig, ConfigError
+
+logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax narrates every save
+
+
+class Checkpoints:
+    """The checkpoints of one run folder, oldest first; numbered by save."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig):
+        """`folder` is made if need be."""
+        policies = ocp.training.preservation_policies
+        self._checkpointer = ocp.training.Checkpointer(
+            folder.resolve(),
+            preservation_policy=policies.LatestN(config.keep),
+            cleanup_tmp_directories=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def empty(self) -> bool:
+        return self._checkpointer.latest is None
+
+    def save(self, state: Any, meta: dict[str, Any]) -> None:
+        """Save a pytree of arrays and JSON-able facts about it, in the background.
+
+        Waits for a save that is still going on.
+        """
+        latest = self._checkpointer.latest
+        copied = jax.tree.map(lambda x: np.array(x, copy=True), state)
+        number = latest.step + 1 if latest else 0
+        self._checkpointer.save_async(number, copied, force=True, custom_metadata=meta)
+
+    def restore(self, abstract: Any) -> tuple[Any, dict[str, Any]]:
+        """State and facts of the newest checkpoint; `abstract` is a pytree of its shapes.
+
+        Leaves are host arrays. ConfigError where the shapes are those of another model.
+        """
+        found = self._checkpointer.metadata()
+        _check_shapes(found.metadata, abstract, self._checkpointer.directory)
+        empty = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
+        return self._checkpointer.load(abstract_state=empty), found.custom_metadata
+
+    def meta(self) -> dict[str, Any]:
+        """Facts of the newest checkpoint."""
+        return self._checkpointer.metadata().custom_metadata
+
+    def close(self) -> None:
+        """Wait until the last save is on disk."""
+        self._checkpointer.close()
+
+
+def _check_shapes(stored: Any, abstract: Any, folder: Any) -> None:
+    theirs, ours = _shapes(stored), _shapes(abstract)
+    for name in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(name) != ours.get(name):
+            raise ConfigError(
+                f"the checkpoint in {folder} is of another model or optimizer: {name} is "
+                f"{theirs.get(name, 'missing')} there and {ours.get(name, 'absent')} in the "
+                "config; resume with the config that wrote it, or start a new run folder"
+            )
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {"/".join(_key(k) for k in path): tuple(leaf.shape) for path, leaf in leaves}
+
+
+def _key(entry: Any) -> str:
+    """Name of a path entry; Orbax stores named tuples as dicts of their fields."""
+    return str(next(getattr(entry, a) for a in ("key", "name", "idx") if hasattr(entry, a)))

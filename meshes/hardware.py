@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPUs by their data sheets, and estimates of a training step's time and memory on them.
+
+Invariant: a figure here is either a vendor's (dense, never with sparsity) or an estimate that says
+so. The estimates are for the modelled clock and for plans; a real run measures both.
+"""
+
+import math
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from geojax.models.config import TransformerConfig
+
+MODEL_FLOPS_UTILIZATION = 0.4
+"""Share of the peak that matmuls reach, the same for every GPU: an assumption."""
+LAYER_LAUNCH_SECONDS = 150e-6
+"""Time a layer costs at any size, about 30 kernels of 5 us: an assumption."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU's published figures."""
+
+    bf16_flops_per_second: float
+    """Dense, accumulating in float32."""
+    memory_bytes: int
+    memory_bytes_per_second: float
+
+
+GPUS: dict[str, Gpu] = {
+    "h100": Gpu(989e12, 80 * 10**9, 3.35e12),  # SXM5
+    "h200": Gpu(989e12, 141 * 10**9, 4.8e12),  # SXM5
+    "b200": Gpu(2250e12, 180 * 10**9, 8.0e12),  # HGX: 180 of the chip's 192 GB can be used
+    "a100-40gb": Gpu(312e12, 40 * 10**9, 1.555e12),  # SXM4
+    "a100-80gb": Gpu(312e12, 80 * 10**9, 2.039e12),  # SXM4
+    "l40s": Gpu(362.05e12, 48 * 10**9, 0.864e12),
+    "rtx-6000-ada": Gpu(364.25e12, 48 * 10**9, 0.96e12),  # a quarter of 1,457 TFLOPS, sparse FP8
+}
+
+
+def get_gpu(name: str) -> Gpu:
+    """The named GPU; ValueError with the nearest name where there is none."""
+    if name in GPUS:
+        return GPUS[name]
+    near = get_close_matches(name.lower(), GPUS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(GPUS)}"
+    raise ValueError(f"no GPU named {name!r}; {hint}")
+
+
+def step_seconds(model: TransformerConfig, gpu: Gpu, gpus: int, batch: int, seq_len: int) -> float:
+    """Estimated seconds of one training step of `batch` sequences on `gpus` GPUs, in bfloat16.
+
+    Launches + matmuls at MODEL_FLOPS_UTILIZATION of the peak + memory traffic, which kernels
+    between the matmuls wait for: activations are written once and read once; parameters, gradients
+    and one slot of optimizer state, all float32, are each read and written once. The GPUs share the
+    batch, the fullest sets the pace, and their all-reduce is hidden behind the backward pass.
+    """
+    per_gpu = math.ceil(batch / gpus)
+    flops = per_gpu * seq_len * model.train_flops_per_token(seq_len)
+    traffic_bytes = 2 * (3 * 4 * model.num_params + _activation_bytes(model, per_gpu, seq_len, 2))
+    return (
+        model.layers * LAYER_LAUNCH_SECONDS
+        + flops / (gpu.bf16_flops_per_second * MODEL_FLOPS_UTILIZATION)
+        + traffic_bytes / gpu.memory_bytes_per_second
+    )
+
+
+def step_bytes(
+    model: TransformerConfig,
+    batch_per_device: int,
+    seq_len: int,
+    *,
+    compute_bytes: int = 2,
+    optimizer_slots: int = 1,
+    micro_batch: int | None = None,
+) -> int:
+    """Estimated peak memory of a training step on one device that holds the whole model.
+
+    Float32 parameters, gradients and optimizer state (`optimizer_slots` values a parameter: 1 for
+    Lion, 2 for AdamW), and the activations of the sequences computed at once: `micro_batch`, or the
+    whole batch. No recomputation; `compute_bytes` is the size of an activation.
+    """
+    at_once = min(micro_batch or batch_per_device, batch_per_device)
+    state = 4 * (2 + optimizer_slots) * model.num_params
+    return state + _activation_bytes(model, at_once, seq_len, compute_bytes)
+
+
+def _activation_bytes(
+    model: TransformerConfig, batch: int, seq_len: int, compute_bytes: int
+) -> int:
+    """Bytes kept from the forward pass for the backward one.
+
+    Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", for
+    this family: no dropout masks, grouped keys and values, a gated MLP, a float32 softmax. Elements
+    a token and layer: input and output of two norms, queries and attention output (6 dim), keys and
+    values, and gate, its SiLU, up and their product (4 mlp_dim); an attention probability is kept
+    as the float32 softmax and as the matmul's input. Then float32 logits and their gradient.
+    """
+    elements = 6 * model.dim + 2 * model.kv_heads * model.head_dim + 4 * model.mlp_dim
+    attention_bytes = model.heads * seq_len * (4 + compute_bytes)
+    layers_bytes = model.layers * (elements * compute_bytes + attention_bytes)
+    return batch * seq_len * (layers_bytes + 2 * 4 * model.vocab_size)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each parameter is, by its place in the pytree: the one fact that weight decay, compression
+and (later) sharding all need.
+
+Invariant: every leaf has exactly one role, decided by its path and shape alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+
+
+@dataclass(frozen=True)
+class Role:
+    """vector: norm scale or bias; matrix: weights of a layer; table: one row a vocabulary entry."""
+
+    kind: Literal["vector", "matrix", "table"]
+    stacked: int
+    """Tensors that lie on the leading dim: the layers of a stack, or 1."""
+
+
+def roles(params: Any) -> Any:
+    """A pytree like `params` (arrays or shapes) with a `Role` at every leaf."""
+    return jax.tree_util.tree_map_with_path(_role, params)
+
+
+def _role(path: tuple[Any, ...], leaf: Any) -> Role:
+    names = [entry.key for entry in path]
+    stacked = leaf.shape[0] if names[0] == "blocks" else 1
+    if names[-1] in ("scale", "bias"):
+        return Role("vector", stacked)
+    if names[-1] in ("embed", "head"):
+        return Role("table", 1)
+    return Role("matrix", stacked)
