@@ -17,7 +17,7 @@ test-full: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+	sh scripts/typecheck $(VENV)
 
 format: $(VENV)/.ready
 	$(BIN)/ruff format .

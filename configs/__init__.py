@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from geojax.config import ConfigError, RunConfig
-from geojax.configs.geomesh import METHODS, demo, published
+from geojax.configs.geomesh import METHODS, UNTUNED, demo, published
 from geojax.configs.quickstart import quickstart
 
 __all__ = ["METHODS", "PRESETS", "Preset", "demo", "load_config"]
@@ -32,7 +32,7 @@ def _presets() -> dict[str, Preset]:
     for size in ("150m", "300m", "500m"):
         for name, method in METHODS.items():
             if size == "150m" or name in ("geomesh", "diloco"):
-                make = partial(lambda m, s: m(published(s)), method, size)
+                make = partial(lambda m, s: m(published(s), UNTUNED), method, size)
                 line = f"{_first_line(method)} {size.upper()}, C4, 4 GPUs."
                 presets[f"{name}-{size}"] = Preset(make, line)
     return presets
@@ -64,14 +64,18 @@ def load_config(name_or_file: str) -> RunConfig:
         raise ConfigError(f"no file {name_or_file!r}; give a preset or an existing Python file")
     try:
         make = runpy.run_path(str(path)).get("config")
-    except Exception as error:
-        raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(_one_line(path, error)) from error
     if not callable(make):
         raise ConfigError(f"{path}: it must define a function config() that returns a RunConfig")
     try:
         config = make()
-    except Exception as error:
-        raise ConfigError(f"{path}: config(): {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(_one_line(path, error)) from error
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{path}: config() returned {type(config).__name__}, not a RunConfig")
     return config
+
+
+def _one_line(path: Path, error: BaseException) -> str:
+    return f"{path}: {type(error).__name__}: {' '.join(str(error).split())}"

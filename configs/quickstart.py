@@ -5,12 +5,12 @@ from geojax.config import (
     BalanceConfig,
     DataConfig,
     EvalConfig,
-    OptimizerConfig,
     RunConfig,
     SliceConfig,
     TokenizerConfig,
     TrainConfig,
 )
+from geojax.configs.geomesh import TUNED
 from geojax.models.config import get_model
 
 
@@ -23,10 +23,11 @@ def quickstart() -> RunConfig:
         data=DataConfig(tokenizer=TokenizerConfig(vocab_size=model.vocab_size), seq_len=96),
         train=TrainConfig(
             total_tokens=400_000,
-            optimizer=OptimizerConfig(name="lion", learning_rate=1e-3, weight_decay=0.1),
+            optimizer=TUNED.lion,
             compute_dtype="float32",
         ),
         slices=(SliceConfig("east"), SliceConfig("west")),
         balance=BalanceConfig(inner_steps=20, batch_sizes=(4, 8)),
+        outer=TUNED.sign_outer,
         eval=EvalConfig(every_tokens=100_000, sequences=128, batch=64),
     )

@@ -2,7 +2,7 @@
 """The command line: one function a command.
 
 Commands import what they need when they run, so that `geojax --help` answers at once. A mistake of
-the user's ends in one line and exit code 2; a run that fails for another reason, in exit code 1.
+the user's ends in one message and exit code 2; a run that fails for another reason, in exit code 1.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from geojax.config import ConfigError, RunConfig
+from geojax.config import ConfigError, RunConfig, RunError
 
 
 def train(args: list[str]) -> int:
@@ -113,6 +113,9 @@ def main(args: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"geojax: error: {error}", file=sys.stderr)
         return 2
+    except RunError as error:
+        print(f"geojax: the run stopped: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has enough, as `| head` does

@@ -55,13 +55,16 @@ def start(config: RunConfig, folder: Path, console: Console | None = None) -> bo
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_config(config, folder / "config.json")
-        return _run(config, folder, console)
-    except ConfigError:
-        if not existed:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
     except OSError as error:
         raise ConfigError(f"cannot write the run into {folder}: {error}") from error
+    try:
+        return _run(config, folder, console)
+    except ConfigError:
+        if not any(folder.glob("checkpoints/*")):  # nothing was trained: leave nothing half-made
+            shutil.rmtree(folder, ignore_errors=True)
+            if existed:
+                folder.mkdir()
+        raise
 
 
 def resume(folder: Path, console: Console | None = None) -> bool:
@@ -93,6 +96,16 @@ def stop_on_signals() -> Iterator[threading.Event]:
 
 
 def _run(config: RunConfig, folder: Path, console: Console | None) -> bool:
+    try:
+        return _train(config, folder, console)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read or write what the run needs: {error}; then go on with `geojax train "
+            f"--resume {folder}`"
+        ) from error
+
+
+def _train(config: RunConfig, folder: Path, console: Console | None) -> bool:
     from geojax.data import describe, prepare
 
     output = console or Console(highlight=False)
@@ -111,7 +124,7 @@ def _run(config: RunConfig, folder: Path, console: Console | None) -> bool:
             with RunConsole(total, config.clock.kind, trainer.tokens, output) as run_console:
                 run_console.header(f"{config.name} -> {folder}", describe(corpus))
                 run_console.header("derived", trainer.describe())
-                if trainer.position.round:
+                if trainer.resumed:
                     run_console.header(f"resumed after round {trainer.position.round}", [])
                 finished = trainer.run(run_console)
     if not finished:

@@ -23,6 +23,11 @@ class RopeScaling:
     original_context: int = 8192
 
     def __post_init__(self):
+        if self.factor <= 0 or self.original_context < 1:
+            raise ValueError(
+                f"rope factor {self.factor} must be above 0, and original_context "
+                f"{self.original_context} at least 1; Llama 3.2 uses 32 and 8192"
+            )
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
                 f"rope low_freq_factor {self.low_freq_factor} must be above 0 and below "
@@ -55,6 +60,11 @@ class TransformerConfig:
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "mlp_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model {name} {getattr(self, name)} must be at least 1")
+        if self.rope_theta <= 0 or self.norm_eps <= 0:
+            raise ValueError(
+                f"model rope_theta {self.rope_theta} and norm_eps {self.norm_eps} must be above 0; "
+                "use 10000 and 1e-5"
+            )
         if self.dim % self.heads or (self.dim // self.heads) % 2:
             raise ValueError(
                 f"model dim {self.dim} must be an even multiple of heads {self.heads} (rotary "

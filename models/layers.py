@@ -15,12 +15,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from geojax.models.config import RopeScaling, TransformerConfig
 
-_INIT_STD = 0.02
 
+def normal_init(rngs: nnx.Rngs, *shape: int, fan_in: int, scale: float = 1.0) -> nnx.Param:
+    """A float32 parameter from a normal distribution of deviation scale / sqrt(fan_in).
 
-def normal_init(rngs: nnx.Rngs, *shape: int, std: float = _INIT_STD) -> nnx.Param:
-    """A float32 parameter drawn from a normal distribution."""
+    So outputs keep the size of their inputs at any width (LeCun et al. 1998, "Efficient BackProp").
+    """
+    std = scale / math.sqrt(fan_in)
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+
+def residual_scale(config: TransformerConfig) -> float:
+    """Initial scale of what is added to the residual stream: 2 additions a layer keep it at 1."""
+    return 1 / math.sqrt(2 * config.layers)
 
 
 class RMSNorm(nnx.Module):
@@ -41,12 +48,11 @@ class Attention(nnx.Module):
     """Multi-head attention with grouped key/value heads and rotary positions."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        kv_width = config.kv_heads * config.head_dim
-        out_std = _INIT_STD / math.sqrt(2 * config.layers)
-        self.query = normal_init(rngs, config.dim, config.dim)
-        self.key = normal_init(rngs, config.dim, kv_width)
-        self.value = normal_init(rngs, config.dim, kv_width)
-        self.out = normal_init(rngs, config.dim, config.dim, std=out_std)
+        dim, kv_width = config.dim, config.kv_heads * config.head_dim
+        self.query = normal_init(rngs, dim, dim, fan_in=dim)
+        self.key = normal_init(rngs, dim, kv_width, fan_in=dim)
+        self.value = normal_init(rngs, dim, kv_width, fan_in=dim)
+        self.out = normal_init(rngs, dim, dim, fan_in=dim, scale=residual_scale(config))
         self.head_dim = config.head_dim
 
     def __call__(
@@ -67,10 +73,10 @@ class GatedMLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.gate = normal_init(rngs, config.dim, config.mlp_dim)
-        self.up = normal_init(rngs, config.dim, config.mlp_dim)
-        out_std = _INIT_STD / math.sqrt(2 * config.layers)
-        self.down = normal_init(rngs, config.mlp_dim, config.dim, std=out_std)
+        dim, width = config.dim, config.mlp_dim
+        self.gate = normal_init(rngs, dim, width, fan_in=dim)
+        self.up = normal_init(rngs, dim, width, fan_in=dim)
+        self.down = normal_init(rngs, width, dim, fan_in=width, scale=residual_scale(config))
 
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
         gate = jax.nn.silu(x @ self.gate[...].astype(x.dtype))

@@ -41,12 +41,12 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.embed = normal_init(rngs, config.vocab_size, config.dim)
+        self.embed = normal_init(rngs, config.vocab_size, config.dim, fan_in=config.dim)
         stack = nnx.vmap(lambda r: Block(config, rngs=r), axis_size=config.layers)
-        self.blocks = stack(rngs.fork(split=config.layers))
+        self.blocks = stack(rngs.split(config.layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         if not config.tied:
-            self.head = normal_init(rngs, config.vocab_size, config.dim)
+            self.head = normal_init(rngs, config.vocab_size, config.dim, fan_in=config.dim)
 
     def __call__(
         self,

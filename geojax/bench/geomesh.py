@@ -110,8 +110,8 @@ def tune(methods: Sequence[str], folder: Path, jobs: int) -> None:
 def _settings(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     """3 inner rates x 4 outer optimizers around the method's own."""
     inner = config.train.optimizer
-    rates = [2e-3, 4e-3, 8e-3] if inner.name == "adamw" else [5e-4, 1e-3, 2e-3]
-    outers = [(1.0, 0.0), (0.7, 0.3), (0.7, 0.6), (0.7, 0.9)]
+    rates = [7e-3, 1e-2, 1.4e-2] if inner.name == "adamw" else [2e-3, 3e-3, 4e-3]
+    outers = [(1.0, 0.0), (1.0, 0.3), (1.0, 0.5), (0.7, 0.9)]
     for rate, (outer_rate, momentum) in product(rates, outers):
         outer = OptimizerConfig(
             name="sgd", learning_rate=outer_rate, momentum=momentum, nesterov=momentum > 0

@@ -6,7 +6,7 @@ anything is compiled, with the value, the constraint and the fix. Fields carry t
 names. Nothing here imports JAX, so that the command line answers at once.
 """
 
-from geojax.config.base import ConfigError, require
+from geojax.config.base import ConfigError, RunError, require
 from geojax.config.data import DataConfig, SourceConfig, TokenizerConfig
 from geojax.config.geomesh import (
     BalanceConfig,
@@ -37,6 +37,7 @@ __all__ = [
     "OptimizerConfig",
     "OuterConfig",
     "RunConfig",
+    "RunError",
     "ScheduleConfig",
     "SliceConfig",
     "SourceConfig",

@@ -3,12 +3,16 @@
 
 from typing import Any
 
-STRICT: dict[str, Any] = {"extra": "forbid"}
+STRICT: dict[str, Any] = {"extra": "forbid", "ser_json_inf_nan": "strings"}
 """Pydantic settings: an unknown field in a stored config is an error, not ignored."""
 
 
 class ConfigError(ValueError):
     """A setting, a file or a run folder that cannot be used; the message says what to change."""
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on, though its settings are sound; the message says what to do."""
 
 
 def require(condition: object, message: str) -> None:

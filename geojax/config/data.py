@@ -34,6 +34,11 @@ class SourceConfig:
             f"with it (kind is {self.kind!r}); set both or neither",
         )
         require(
+            not self.subset or self.kind == "huggingface",
+            f"data.source.subset {self.subset!r} goes with data.source.kind 'huggingface' only "
+            f"(kind is {self.kind!r}); leave it unset",
+        )
+        require(
             bool(self.dataset) == (self.kind == "huggingface"),
             f"data.source.dataset {self.dataset!r} goes with data.source.kind 'huggingface' and "
             f"only with it (kind is {self.kind!r}); set both or neither",
@@ -91,4 +96,4 @@ class DataConfig:
             0 < self.valid_fraction < 1,
             f"data.valid_fraction {self.valid_fraction} must lie between 0 and 1; use 0.02",
         )
-        require(self.seed >= 0, f"data.seed {self.seed} must be at least 0")
+        require(0 <= self.seed < 2**32, f"data.seed {self.seed} must lie in 0..{2**32 - 1}")

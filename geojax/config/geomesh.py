@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slices, and what they do together: balance, exchange, outer step, clock."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -78,6 +79,10 @@ class BalanceConfig:
             f"balance.batch_sizes {self.batch_sizes} needs at least one batch, each at least 1",
         )
         require(
+            len(set(self.batch_sizes)) == len(self.batch_sizes),
+            f"balance.batch_sizes {self.batch_sizes} names a batch twice; name each once",
+        )
+        require(
             self.max_steps_ratio >= 1,
             f"balance.max_steps_ratio {self.max_steps_ratio} must be at least 1",
         )
@@ -107,6 +112,11 @@ class ExchangeConfig:
         require(
             not (self.error_feedback and self.codec == "fp32"),
             "exchange.error_feedback has nothing to feed back under codec fp32; set it to False",
+        )
+        require(
+            self.scales == "tensor" or self.codec in ("sign", "int8"),
+            f"exchange.scales {self.scales!r} means nothing under codec {self.codec}, which sends "
+            "no magnitudes; leave it at 'tensor'",
         )
 
     def resolve_schedule(self, slices: int) -> Literal["gather", "two_phase"]:
@@ -156,9 +166,11 @@ class ClockConfig:
             f"clock.wan {self.wan!r} goes with clock.kind 'modelled' and only with it "
             f"(kind is {self.kind!r}); set both or neither",
         )
-        set_fields = [
-            n for n in ("model", "seq_len", "base_step_seconds", "base_batch") if getattr(self, n)
-        ]
+        for name in ("seq_len", "base_batch"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"clock.{name} {value} must be at least 1")
+        optional = ("model", "seq_len", "base_step_seconds", "base_batch")
+        set_fields = [name for name in optional if getattr(self, name)]
         require(
             modelled or not set_fields,
             f"clock.{'/'.join(set_fields)} would be ignored by the measured clock; set clock.kind "
@@ -170,8 +182,8 @@ class ClockConfig:
             f"{self.base_batch} go together; set both or neither",
         )
         require(
-            self.base_step_seconds is None or self.base_step_seconds > 0,
-            f"clock.base_step_seconds {self.base_step_seconds} must be above 0",
+            self.base_step_seconds is None or 0 < self.base_step_seconds < math.inf,
+            f"clock.base_step_seconds {self.base_step_seconds} must be above 0 and finite",
         )
         if self.model:
             get_model(self.model)

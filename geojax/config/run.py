@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole run, and the contradictions between its parts."""
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -41,7 +42,11 @@ class RunConfig:
     """Initial parameters."""
 
     def __post_init__(self):
-        require(self.seed >= 0, f"seed {self.seed} must be at least 0")
+        require(0 <= self.seed < 2**32, f"seed {self.seed} must lie in 0..{2**32 - 1}")
+        require(
+            re.fullmatch(r"\w[\w.+-]*", self.name),
+            f"name {self.name!r} becomes a folder; use letters, digits, '.', '_', '+' and '-'",
+        )
         require(self.slices, "slices is empty; a run needs at least one")
         names = [s.name for s in self.slices]
         require(len(set(names)) == len(names), f"slices share a name: {names}; rename one")
@@ -56,20 +61,23 @@ class RunConfig:
                 self._check_batch(slice_, batch)
         if self.clock.kind == "modelled":
             self._check_modelled()
-        elif given := [s.name for s in self.slices if s.speed or s.gpu]:
+        elif given := [s.name for s in self.slices if s.speed or s.gpu or s.gpus != 1]:
             raise ConfigError(
-                f"slices {given} set a speed or gpu, which the measured clock ignores; leave them "
-                "unset or set clock.kind to 'modelled'"
+                f"slices {given} set a speed, gpu or gpus, which the measured clock ignores; leave "
+                "them unset or set clock.kind to 'modelled'"
             )
 
     def _check_batch(self, slice_: SliceConfig, batch: int) -> None:
-        micro = (self.train.micro_batch or 1) * slice_.devices
+        unit = (self.train.micro_batch or 1) * slice_.devices
+        micro = (
+            f" times train.micro_batch {self.train.micro_batch}" if unit != slice_.devices else ""
+        )
+        legal = sorted({max(batch // unit, 1) * unit, (batch // unit + 1) * unit})
         require(
-            batch % slice_.devices == 0 and (not self.train.micro_batch or batch % micro == 0),
-            f"balance.batch_sizes has {batch}, which does not divide into the {slice_.devices} "
-            f"devices of slice {slice_.name} times train.micro_batch "
-            f"{self.train.micro_batch or 1}; use {max(batch // micro, 1) * micro} or "
-            f"{(batch // micro + 1) * micro}",
+            batch % unit == 0,
+            f"balance.batch_sizes has {batch}, which does not divide by {unit}, the "
+            f"{slice_.devices} devices of slice {slice_.name}{micro}; "
+            f"use {' or '.join(map(str, legal))}",
         )
 
     def _check_modelled(self) -> None:
@@ -85,13 +93,17 @@ class RunConfig:
                 f"slice {s.name}: the modelled clock wants either speed ({s.speed}) or gpu "
                 f"({s.gpu!r}), exactly one",
             )
-        try:  # every link in use needs a rate and a round-trip time
-            wan.gather_seconds([s.region for s in self.slices], 1)
+            require(
+                s.gpu or s.gpus == 1,
+                f"slice {s.name}: gpus {s.gpus} goes with gpu; a speed is of the whole slice",
+            )
+        try:  # every GPU must be known, and every link needs a rate and a round-trip time
             for s in self.slices:
                 if s.gpu:
                     get_gpu(s.gpu)
+            wan.gather_seconds([s.region for s in self.slices], 1)
         except ValueError as error:
-            raise ConfigError(f"clock.wan {self.clock.wan!r}: {error}") from error
+            raise ConfigError(f"clock: {error}") from error
         by_speed = [s for s in self.slices if s.speed]
         require(
             not by_speed or len(by_speed) == len(self.slices),

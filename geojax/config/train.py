@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The inner step: optimizer, schedule, anomalies; and how results are looked at and kept."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -29,8 +30,8 @@ class OptimizerConfig:
 
     def __post_init__(self):
         require(
-            self.learning_rate > 0,
-            f"learning_rate {self.learning_rate} must be above 0",
+            0 < self.learning_rate < math.inf,
+            f"learning_rate {self.learning_rate} must be above 0 and finite",
         )
         for name in ("b1", "b2"):
             value = getattr(self, name)
@@ -47,7 +48,10 @@ class OptimizerConfig:
             not self.nesterov or self.momentum > 0,
             "nesterov needs momentum above 0; set momentum or drop nesterov",
         )
-        require(self.weight_decay >= 0, f"weight_decay {self.weight_decay} must be at least 0")
+        require(
+            0 <= self.weight_decay < math.inf,
+            f"weight_decay {self.weight_decay} must be at least 0 and finite",
+        )
 
 
 @dataclass(frozen=True)

@@ -87,14 +87,17 @@ def decode(
         for rows in _row_runs(segment):
             for columns in _column_runs(segment.group):
                 tile = target[rows, columns]
-                tile[...] = 0
-                for factor, (scales, elements) in zip(factors, parts, strict=True):
+                for i, (factor, (scales, elements)) in enumerate(zip(factors, parts, strict=True)):
                     if segment.codec == "sign":
-                        tile += _decode_sign(scales[rows] * factor, elements[rows], columns)
+                        term = _decode_sign(scales[rows] * factor, elements[rows], columns)
                     elif segment.codec == "int8":
-                        tile += elements[rows, columns] * (scales[rows] * factor)[:, None]
+                        term = elements[rows, columns] * (scales[rows] * factor)[:, None]
                     else:
-                        tile += elements[rows, columns].astype(np.float32) * factor
+                        term = elements[rows, columns].astype(np.float32) * factor
+                    if i == 0:
+                        tile[...] = term
+                    else:
+                        tile += term
 
 
 class Agreement(NamedTuple):
@@ -147,6 +150,7 @@ def _encode_int8(x, error, scales, elements) -> None:
     for columns in _column_runs(x.shape[1]):
         np.maximum(largest, np.abs(_add(x, error, columns)).max(axis=1), out=largest)
     scales[:] = largest / np.float32(127)
+    scales[scales < np.finfo(np.float32).tiny] = 0  # too imprecise to divide by
     divisor = np.where(scales > 0, scales, np.float32(1))[:, None]
     kept = x if error is None else error
     for columns in _column_runs(x.shape[1]):

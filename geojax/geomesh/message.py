@@ -11,12 +11,15 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import UInt8
 
-_FORMAT = struct.Struct("<4sIIQQI")
+from geojax.config import RunError
+
+_FORMAT = struct.Struct("<4sIIQQ")
+_CHECKSUM = struct.Struct("<I")  # of all the rest
 _MAGIC = b"GJX1"
-FRAME_BYTES = _FORMAT.size
+FRAME_BYTES = _FORMAT.size + _CHECKSUM.size
 
 
-class MessageError(RuntimeError):
+class MessageError(RunError):
     """A message that is not what its slot in the round should hold; names the slice."""
 
 
@@ -36,7 +39,8 @@ def pack(header: Header, body: UInt8[np.ndarray, " n"]) -> UInt8[np.ndarray, " m
     """Header and body as one buffer of FRAME_BYTES more than the body."""
     frame = np.empty(FRAME_BYTES + body.size, np.uint8)
     frame[FRAME_BYTES:] = body
-    start = _FORMAT.pack(_MAGIC, *header, zlib.crc32(body))
+    start = _FORMAT.pack(_MAGIC, *header)
+    start += _CHECKSUM.pack(zlib.crc32(body, zlib.crc32(start)))
     frame[:FRAME_BYTES] = np.frombuffer(start, np.uint8)
     return frame
 
@@ -45,14 +49,20 @@ def unpack(
     frame: UInt8[np.ndarray, " m"], round_: int, slice_: int, name: str
 ) -> tuple[Header, UInt8[np.ndarray, " n"]]:
     """Header and body (a view); MessageError unless it is slice `slice_`'s for `round_`, intact."""
-    magic, *fields, checksum = _FORMAT.unpack(frame[:FRAME_BYTES].tobytes())
-    header, body = Header(*fields), frame[FRAME_BYTES:]
+    if frame.size < FRAME_BYTES:
+        raise MessageError(
+            f"slice {name}: its message for round {round_} was cut to {frame.size} bytes on the way"
+        )
+    start, body = frame[: _FORMAT.size].tobytes(), frame[FRAME_BYTES:]
+    (checksum,) = _CHECKSUM.unpack(frame[_FORMAT.size : FRAME_BYTES].tobytes())
+    magic, *fields = _FORMAT.unpack(start)
+    header = Header(*fields)
     if magic != _MAGIC or (header.round, header.slice) != (round_, slice_):
         raise MessageError(
             f"slice {name}: its message for round {round_} is not one (found {magic!r}, round "
             f"{header.round}, slice {header.slice}); do all slices run the same version and config?"
         )
-    if zlib.crc32(body) != checksum:
+    if zlib.crc32(body, zlib.crc32(start)) != checksum:
         raise MessageError(
             f"slice {name}: its message for round {round_} was damaged on the way (checksum)"
         )

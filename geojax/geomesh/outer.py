@@ -19,13 +19,13 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from geojax.config import OuterConfig
+from geojax.config import OuterConfig, RunError
 from geojax.geomesh.codec import Leaves
 from geojax.geomesh.message import Header
 from geojax.train.optim import make_optimizer, make_schedule
 
 
-class DesyncError(RuntimeError):
+class DesyncError(RunError):
     """Copies of the shared parameters differ between slices."""
 
 

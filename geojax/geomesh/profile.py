@@ -52,11 +52,11 @@ def _measure(
     state = init_state(jax.tree.map(np.array, params), config.train)
     state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
     limited = _memory_limit(devices[0]) is not None
-    peak = _peak_bytes(loop.lower(state, chunk, 1, 0.0, 0.0).compile()) if limited else 0
-    state = jax.block_until_ready(loop(state, chunk, 1, 0.0, 0.0))[0]
+    peak = _peak_bytes(loop.lower(state, chunk, 1, 0.0, 0.0, 0).compile()) if limited else 0
+    state = jax.block_until_ready(loop(state, chunk, 1, 0.0, 0.0, 0))[0]
     started, steps = time.perf_counter(), 0
     while (seconds := time.perf_counter() - started) < _SECONDS or steps < 3:
-        state = jax.block_until_ready(loop(state, chunk, 1, 0.0, 0.0))[0]
+        state = jax.block_until_ready(loop(state, chunk, 1, 0.0, 0.0, 0))[0]
         steps += 1
     return Option(batch, seconds / steps, peak)
 

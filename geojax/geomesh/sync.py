@@ -31,6 +31,8 @@ from geojax.geomesh.message import FRAME_BYTES, Header, pack, unpack
 from geojax.geomesh.outer import merge_weights
 from geojax.meshes.wan import wire_bytes
 
+_LARGEST = 1e30  # sums over a tile and over slices do not overflow
+
 
 class Exchange(Protocol):
     """An engine that moves bytes between all slices; this process holds some of them."""
@@ -56,7 +58,7 @@ class Contribution:
 
     index: int
     pseudo_gradient: Leaves
-    """Leaves of the pytree; not finite: the slice is left out."""
+    """Leaves of the pytree; not finite, or beyond 1e30: the slice is left out."""
     tokens: int
     """0: the slice is left out."""
     steps: int
@@ -109,8 +111,8 @@ class Synchronizer:
     def exchange(self, round_: int, contributions: Sequence[Contribution]) -> Merged:
         """Exchange and merge; `contributions` are of the local slices, in order."""
         for c in contributions:
-            if not all(np.isfinite(leaf).all() for leaf in c.pseudo_gradient):
-                c.tokens = 0
+            if not all(np.abs(leaf).max(initial=0.0) <= _LARGEST for leaf in c.pseudo_gradient):
+                c.tokens = 0  # a NaN is not <= either
         if self._schedule == "gather":
             return self._gather(round_, contributions)
         return self._two_phase(round_, contributions)

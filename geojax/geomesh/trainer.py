@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from geojax.config import ConfigError, RunConfig, require
+from geojax.config import ConfigError, RunConfig, RunError, require
 from geojax.data import Corpus, TrainSequences, ValidSequences, allot
 from geojax.geomesh.balance import Plan, SliceWork, make_plan
 from geojax.geomesh.clock import (
@@ -52,7 +52,7 @@ from geojax.train.step import make_inner_loop, make_loss
 _CHUNK_STEPS = 32  # inner steps between looks at `stop`
 
 
-class LostRunError(RuntimeError):
+class LostRunError(RunError):
     """No slice could join a round for too long."""
 
 
@@ -93,11 +93,18 @@ class Trainer:
         self._names = [s.name for s in config.slices]
         self._metrics = metrics
         self._checkpoints = checkpoints
+        self._corpus_name = corpus.folder.name
         self._stop = stop
         data = config.data
         self._sequences = TrainSequences(corpus, data.seq_len, data.seed, data.document_mask)
         self._valid = ValidSequences(corpus, data.seq_len, data.document_mask)
 
+        corpus.require_batch(max(config.balance.batch_sizes))
+        require(
+            config.eval.first < self._valid.sequences,
+            f"eval.first {config.eval.first}: there are {self._valid.sequences} held-out "
+            "sequences; lower it, or raise data.valid_fraction",
+        )
         try:
             devices = assign_devices([s.devices for s in config.slices], jax.local_devices())
         except ValueError as error:
@@ -120,15 +127,10 @@ class Trainer:
             self.exchange_seconds = modelled_exchange_seconds(config, self.traffic.payload_bytes)
             self._clock = ModelledClock(self.exchange_seconds)
         if meta:
+            self._check_origin(meta, corpus)
             self.plan = Plan(tuple(SliceWork(**work) for work in meta["plan"]))
         else:
             self.plan = self._make_plan(devices, loop, params)
-        corpus.require_batch(max(w.batch for w in self.plan.work))
-        require(
-            config.eval.first < self._valid.sequences,
-            f"eval.first {config.eval.first}: there are {self._valid.sequences} held-out "
-            "sequences; lower it, or raise data.valid_fraction",
-        )
 
         # The same for all slices, so that those of one batch size share one compiled loop.
         chunk_steps = min(_CHUNK_STEPS, max(w.inner_steps for w in self.plan.work))
@@ -141,13 +143,16 @@ class Trainer:
             self.workers.append(
                 Worker(index, work, chunk_steps, row, config.train, loop, outer, feedback)
             )
+        self.resumed = meta is not None
         self._groups = _sharing_devices(self.workers)
         self._evaluate = make_evaluate(loss, self.workers[0].mesh)
         if meta:
             self._restore(meta)
             metrics.rewind(self.position.round)
         else:
+            metrics.clear()
             metrics.write("start", **start_record(config, self.plan, self.traffic))
+        self._warm_up()
         self._resumed_at = time.perf_counter()
 
     @property
@@ -163,7 +168,7 @@ class Trainer:
     def run(self, console: RunConsole) -> bool:
         """Train to the end; False if it was stopped before. Either way the state is saved."""
         total, position = self.config.train.total_tokens, self.position
-        if not position.cursor and not any(w.progress.done for w in self.workers):
+        if not self.resumed:
             self._evaluation(console)
         while self.tokens < total:
             shares, cursor = allot(position.cursor, [w.sequences for w in self.plan.work])
@@ -190,6 +195,15 @@ class Trainer:
             reason="all tokens seen",
         )
         return True
+
+    def _warm_up(self) -> None:
+        """Compile what rounds run, so that none of them is longer for it."""
+        for worker in self.workers:
+            worker.compile(self.config.data.seq_len)
+        nothing = [np.zeros_like(x) for x in jax.tree.leaves(self.workers[0].outer.params)]
+        self._synchronizer.exchange(
+            0, [Contribution(w.index, nothing, 0, 0, w.feedback) for w in self.workers]
+        )
 
     def _make_plan(self, devices, loop, params) -> Plan:
         if self.config.clock.kind == "modelled":
@@ -328,9 +342,24 @@ class Trainer:
             "position": asdict(self.position) | {"wall_seconds": self._wall_seconds()},
             "plan": [asdict(work) for work in self.plan.work],
             "mid_round": mid_round,
+            "corpus": self._corpus_name,
             "progress": [asdict(w.progress) for w in self.workers],
         }
         self._checkpoints.save(state, meta)
+
+    def _check_origin(self, meta: dict[str, Any], corpus: Corpus) -> None:
+        """ConfigError where the checkpoint is of other slices or of other text."""
+        theirs = [work["name"] for work in meta["plan"]]
+        require(
+            theirs == self._names,
+            f"the checkpoint is of slices {theirs}, the config of {self._names}; resume with the "
+            "config that wrote it",
+        )
+        require(
+            meta["corpus"] == corpus.folder.name,
+            f"the text of data.source is not what the run began with (corpus {corpus.folder.name}, "
+            f"then {meta['corpus']}); put the old text back, or start a new run",
+        )
 
     def _restore(self, meta: dict[str, Any]) -> None:
         abstract = jax.eval_shape(lambda: _checkpoint_tree(self.workers, meta["mid_round"]))

@@ -72,6 +72,12 @@ class Worker:
         self._rows = NamedSharding(self.mesh, PartitionSpec(None, None, DATA))
         self.state = self._put(init_state(outer.params, config))
 
+    def compile(self, seq_len: int) -> None:
+        """Compile the inner loop now, with no step taken, so that no round's time includes it."""
+        shape = (self._chunk_steps, self.work.batch, seq_len)
+        chunk = Batch(*(np.zeros(shape, t) for t in ("i4", "i4", "f4", "i4", "i4")))
+        self.state, _ = self._loop(self.state, self._device_chunk(chunk), 0, 0.0, 0.0, 0)
+
     def begin_round(self) -> None:
         """Start from the shared parameters."""
         self.state = replace(self.state, params=self._put(self.outer.params))
@@ -93,9 +99,10 @@ class Worker:
         first = share.start + done * batch
         for chunk, real in sequences.chunks(first, steps - done, batch, self._chunk_steps):
             started = time.perf_counter()
-            device_chunk = jax.device_put(self._split(chunk), self._rows)
-            at = begin + stride * self.progress.done
-            self.state, stats = self._loop(self.state, device_chunk, real, at, stride)
+            device_chunk = self._device_chunk(chunk)
+            self.state, stats = self._loop(
+                self.state, device_chunk, real, begin, stride, self.progress.done
+            )
             stats = jax.device_get(stats)
             p = self.progress
             self.progress = RoundProgress(
@@ -152,10 +159,11 @@ class Worker:
             shard = kept.get("shard_feedback", self.feedback.shard)
             self.feedback = ErrorFeedback(kept["feedback"], shard)
 
-    def _split(self, chunk: Batch) -> Batch:
-        """[c, b, t] as [c, m, micro b, t]."""
+    def _device_chunk(self, chunk: Batch) -> Batch:
+        """[c, b, t] on the host as [c, m, micro b, t] on the devices, micro b over them."""
         rows = self._micro or self.work.batch
-        return Batch(*(x.reshape(x.shape[0], -1, rows, x.shape[-1]) for x in chunk))
+        split = Batch(*(x.reshape(x.shape[0], -1, rows, x.shape[-1]) for x in chunk))
+        return jax.device_put(split, self._rows)
 
     def _put(self, tree: Any) -> Any:
         # A copy: the inner loop donates its state, and host arrays may be shared with the device.

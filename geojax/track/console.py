@@ -141,8 +141,8 @@ def format_count(number: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`12.4 h`, `8.5 min`, `42 s` or `7 ms`."""
-    for unit_seconds, unit in ((3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms")):
+    """`12.4 h`, `8.5 min`, `42 s`, `7 ms` or `3 us`."""
+    for unit_seconds, unit in ((3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "us")):
         if (number := seconds / unit_seconds) >= 1:
             digits = 1 if unit == "h" or number < 10 else 0
             return f"{number:.{digits}f}".removesuffix(".0") + f" {unit}"

@@ -40,13 +40,24 @@ class MetricsWriter:
     def rewind(self, round: int) -> None:
         """Forget what came after `round`: keep the first start record and records up to `round`.
 
-        Called on resume from the checkpoint of `round`, so that each round is recorded once. The
-        file is replaced in one step.
+        Called on resume from the checkpoint of `round`, so that each round is recorded once; the
+        end is forgotten too, for a resumed run ends again. The file is replaced in one step.
         """
         records = read_records(self._path)
         start = next((r for r in records if r["kind"] == "start"), None)
         self._file.close()
-        self._replace([r for r in records if r is start or r.get("round", math.inf) <= round])
+        self._replace(
+            [
+                r
+                for r in records
+                if r is start or (r["kind"] != "end" and r.get("round", math.inf) <= round)
+            ]
+        )
+
+    def clear(self) -> None:
+        """Forget everything; called by a run that starts over."""
+        self._file.close()
+        self._replace([])
 
     def close(self) -> None:
         """Close the file; a closed writer cannot write."""

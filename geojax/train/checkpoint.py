@@ -52,7 +52,7 @@ class Checkpoints:
         self._checkpointer.save_async(number, copied, force=True, custom_metadata=meta)
 
     def restore(self, abstract: Any) -> tuple[Any, dict[str, Any]]:
-        """State and facts of the newest checkpoint; `abstract` is a pytree of its shapes.
+        """State and facts of the newest checkpoint on disk; `abstract` is a pytree of its shapes.
 
         Leaves are host arrays. ConfigError where the shapes are those of another model.
         """
@@ -62,7 +62,7 @@ class Checkpoints:
         return self._checkpointer.load(abstract_state=empty), found.custom_metadata
 
     def meta(self) -> dict[str, Any]:
-        """Facts of the newest checkpoint."""
+        """Facts of the newest checkpoint on disk, before any save of this object's."""
         return self._checkpointer.metadata().custom_metadata
 
     def close(self) -> None:

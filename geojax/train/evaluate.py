@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from geojax.config import require
 from geojax.data import Batch
 from geojax.meshes.axes import DATA
 from geojax.models.transformer import Params
@@ -37,6 +38,7 @@ def make_evaluate(loss: LossSum, mesh: Mesh) -> Callable[[Params, Iterable[Batch
         sums = [step(params, jax.device_put(batch, rows)) for batch in batches]
         nats = sum(float(loss_sum) for loss_sum, _ in sums)
         tokens = sum(float(count) for _, count in sums)
+        require(tokens, "no held-out token bears a loss; raise data.valid_fraction")
         mean = nats / tokens
         return Evaluation(mean, math.exp(mean) if mean < 700 else math.inf, int(tokens))
 

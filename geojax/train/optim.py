@@ -39,7 +39,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 def make_schedule(config: ScheduleConfig, peak: float) -> optax.Schedule:
     """Learning rate at a progress in [0, 1]: tokens seen over tokens of the whole run."""
     warmup = round(config.warmup_fraction * _RESOLUTION)
-    rest = _RESOLUTION - warmup
+    rest = max(1, _RESOLUTION - warmup)
     final = config.final_fraction
     if config.decay == "cosine":
         main = optax.cosine_decay_schedule(peak, rest, alpha=final)

@@ -50,7 +50,7 @@ class StepStats(NamedTuple):
     skipped: Int[Array, ""]
 
 
-InnerLoop = Callable[[TrainState, Batch, int, float, float], tuple[TrainState, StepStats]]
+InnerLoop = Callable[..., tuple[TrainState, StepStats]]
 LossSum = Callable[[Params, Batch], tuple[Float[Array, ""], Float[Array, ""]]]
 
 
@@ -88,7 +88,7 @@ def make_train_step(loss: LossSum, config: TrainConfig):
         count = jnp.maximum(tokens, 1.0)
         grads = jax.tree.map(lambda g: g / count, grads)
         mean_loss, norm = loss_sum / count, optax.tree.norm(grads)
-        good = jnp.isfinite(mean_loss) & jnp.isfinite(norm)
+        good = jnp.isfinite(mean_loss) & jnp.isfinite(norm) & (tokens > 0)
         if spike:
             good &= (state.step < _SPIKE_WARMUP) | (mean_loss <= spike * state.mean_loss)
         if config.clip_norm:
@@ -111,19 +111,20 @@ def make_train_step(loss: LossSum, config: TrainConfig):
 
 
 def make_inner_loop(loss: LossSum, config: TrainConfig) -> InnerLoop:
-    """`loop(state, chunk, count, progress, stride)`: `count` steps over a chunk [c, m, b, t].
+    """`loop(state, chunk, count, begin, stride, done)`: `count` steps over a chunk [c, m, b, t].
 
-    `count` <= c is an argument, so one compilation serves every number of inner steps. The first
-    step runs at `progress`, each next one `stride` further. The state is donated.
+    `count` <= c is an argument, so one compilation serves every number of inner steps. Step i of
+    the chunk runs at progress begin + stride * (done + i), so the bits do not depend on where a
+    round is cut into chunks. The state is donated.
     """
     step = make_train_step(loss, config)
 
     @partial(jax.jit, donate_argnums=0)
-    def loop(state: TrainState, chunk: Batch, count, progress, stride):
+    def loop(state: TrainState, chunk: Batch, count, begin, stride, done):
         def body(i, carry):
             state, total = carry
             batch = jax.tree.map(lambda x: x[i], chunk)
-            state, stats = step(state, batch, progress + stride * i)
+            state, stats = step(state, batch, begin + stride * (done + i))
             return state, jax.tree.map(jnp.add, total, stats)
 
         zero = StepStats(*(jnp.zeros((), t) for t in ("f4", "i4", "f4", "i4", "i4")))

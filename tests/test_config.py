@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A config that exists can run: every contradiction is refused with the value and the fix."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from geojax.config import (
+    AnomalyConfig,
+    BalanceConfig,
+    CheckpointConfig,
+    ClockConfig,
+    ConfigError,
+    DataConfig,
+    EvalConfig,
+    ExchangeConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    SliceConfig,
+    SourceConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
+from geojax.models.config import get_model
+
+WAN = "geomesh-azure"
+
+BAD_PARTS = [
+    (SourceConfig, {"kind": "files"}, r"paths \[\] goes with .*'files'.*set both or neither"),
+    (SourceConfig, {"paths": ("a.txt",)}, r"paths \['a.txt'\] goes .*kind is 'wiki'.*set both"),
+    (SourceConfig, {"kind": "huggingface"}, "dataset '' goes with .*'huggingface'.*set both"),
+    (SourceConfig, {"dataset": "c4"}, "dataset 'c4' goes with .*kind is 'wiki'.*set both"),
+    (TokenizerConfig, {"vocab_size": 256}, "vocab_size 256 must lie in 257..1048576"),
+    (TokenizerConfig, {"vocab_size": 2**20 + 1}, "vocab_size 1048577 must lie in 257..1048576"),
+    (TokenizerConfig, {"kind": "file"}, "path '' goes with .*'file'.*set both or neither"),
+    (TokenizerConfig, {"path": "t.json"}, "path 't.json' goes with .*kind is 'bpe'.*set both"),
+    (DataConfig, {"seq_len": 0}, "seq_len 0 must be at least 1"),
+    (DataConfig, {"valid_fraction": 0.0}, "valid_fraction 0.0 must lie between 0 and 1; use 0.02"),
+    (DataConfig, {"valid_fraction": 1.0}, "valid_fraction 1.0 must lie between 0 and 1; use 0.02"),
+    (DataConfig, {"seed": -1}, "data.seed -1 must lie in 0..4294967295"),
+    (SourceConfig, {"subset": "en"}, "subset 'en' goes with .*kind is 'wiki'.*leave it unset"),
+    (ExchangeConfig, {"codec": "fp16", "scales": "row"}, "scales 'row' means nothing under .*fp16"),
+    (
+        BalanceConfig,
+        {"inner_steps": 1, "batch_sizes": (4, 4)},
+        "names a batch twice; name each once",
+    ),
+    (OptimizerConfig, {"learning_rate": math.inf}, "learning_rate inf must be above 0 and finite"),
+    (OptimizerConfig, {"weight_decay": math.inf}, "weight_decay inf must be at least 0 and finite"),
+    (
+        ClockConfig,
+        {"kind": "modelled", "wan": WAN, "seq_len": 0},
+        "clock.seq_len 0 must be at least 1",
+    ),
+    (SliceConfig, {"name": ""}, "a slice needs a name"),
+    (SliceConfig, {"name": "a", "devices": 0}, "slice a: devices 0 must be at least 1"),
+    (SliceConfig, {"name": "a", "gpus": 0}, "slice a: gpus 0 must be at least 1"),
+    (SliceConfig, {"name": "a", "speed": 0.0}, "slice a: speed 0.0 must be above 0"),
+    (SliceConfig, {"name": "a", "speed": math.nan}, "slice a: speed nan must be above 0"),
+    (BalanceConfig, {}, "inner_steps None and balance.sync_share None: set exactly one"),
+    (
+        BalanceConfig,
+        {"inner_steps": 3, "sync_share": 0.1},
+        "inner_steps 3 and balance.sync_share 0.1: set exactly one",
+    ),
+    (BalanceConfig, {"inner_steps": 0}, "inner_steps 0 must be at least 1"),
+    (BalanceConfig, {"sync_share": 0.0}, "sync_share 0.0 must lie between 0 and 1; use 0.1"),
+    (BalanceConfig, {"sync_share": 1.0}, "sync_share 1.0 must lie between 0 and 1; use 0.1"),
+    (BalanceConfig, {"inner_steps": 3, "batch_sizes": ()}, r"batch_sizes \(\) needs at least one"),
+    (
+        BalanceConfig,
+        {"inner_steps": 3, "batch_sizes": (8, 0)},
+        r"batch_sizes \(8, 0\) needs .* each at least 1",
+    ),
+    (BalanceConfig, {"inner_steps": 3, "max_steps_ratio": 0.5}, "ratio 0.5 must be at least 1"),
+    (BalanceConfig, {"inner_steps": 3, "throughput_slack": 1.0}, r"slack 1.0 must lie in \[0, 1\)"),
+    (BalanceConfig, {"inner_steps": 3, "throughput_slack": -0.1}, r"slack -0.1 must lie in"),
+    (ExchangeConfig, {"codec": "fp32"}, "error_feedback has nothing .* fp32; set it to False"),
+    (ClockConfig, {"kind": "modelled"}, "wan '' goes with .*'modelled'.*set both or neither"),
+    (ClockConfig, {"wan": WAN}, f"wan '{WAN}' goes with .*kind is 'measured'.*set both"),
+    (ClockConfig, {"model": "llama-tiny", "seq_len": 9}, "clock.model/seq_len would be ignored"),
+    (
+        ClockConfig,
+        {"kind": "modelled", "wan": WAN, "base_batch": 4},
+        "base_step_seconds None and clock.base_batch 4 go together; set both or neither",
+    ),
+    (
+        ClockConfig,
+        {"kind": "modelled", "wan": WAN, "base_batch": 4, "base_step_seconds": 0.0},
+        "base_step_seconds 0.0 must be above 0",
+    ),
+    (OptimizerConfig, {"learning_rate": 0.0}, "learning_rate 0.0 must be above 0"),
+    (OptimizerConfig, {"learning_rate": math.nan}, "learning_rate nan must be above 0"),
+    (OptimizerConfig, {"b1": 1.0}, r"b1 1.0 must lie in \[0, 1\)"),
+    (OptimizerConfig, {"b2": -0.1}, r"b2 -0.1 must lie in \[0, 1\)"),
+    (OptimizerConfig, {"name": "sgd", "b1": 0.9}, "b1 0.9 .* goes with lion or adamw, not sgd"),
+    (OptimizerConfig, {"momentum": 0.9}, "momentum 0.9 .* sgd, not lion; set b1 instead"),
+    (OptimizerConfig, {"name": "sgd", "momentum": 1.0}, r"momentum 1.0 must lie in \[0, 1\)"),
+    (OptimizerConfig, {"name": "sgd", "nesterov": True}, "nesterov needs momentum above 0"),
+    (OptimizerConfig, {"weight_decay": -0.1}, "weight_decay -0.1 must be at least 0"),
+    (ScheduleConfig, {"warmup_fraction": 1.0}, r"warmup_fraction 1.0 must lie in \[0, 1\)"),
+    (ScheduleConfig, {"warmup_fraction": -0.1}, "warmup_fraction -0.1 must lie"),
+    (ScheduleConfig, {"final_fraction": 1.1}, r"final_fraction 1.1 must lie in \[0, 1\]"),
+    (ScheduleConfig, {"decay": "constant"}, "final_fraction 0.1 contradicts .*set it to 1"),
+    (AnomalyConfig, {"spike_factor": 1.0}, "spike_factor 1.0 must be above 1; use 2"),
+    (AnomalyConfig, {"max_skipped_fraction": 1.5}, r"fraction 1.5 must lie in \[0, 1\]"),
+    (AnomalyConfig, {"max_lost_rounds": 0}, "max_lost_rounds 0 must be at least 1"),
+    (TrainConfig, {"total_tokens": 0}, "total_tokens 0 must be at least 1"),
+    (TrainConfig, {"total_tokens": 1, "clip_norm": 0.0}, "clip_norm 0.0 must be above 0, or unset"),
+    (TrainConfig, {"total_tokens": 1, "micro_batch": 0}, "micro_batch 0 must be .* or unset"),
+    (EvalConfig, {"every_tokens": -1}, "every_tokens -1 must be at least 0"),
+    (EvalConfig, {"sequences": 0}, "sequences 0 must be at least 1"),
+    (EvalConfig, {"first": -1}, "first -1 must be at least 0"),
+    (EvalConfig, {"batch": 0}, "eval.batch 0 must be at least 1"),
+    (CheckpointConfig, {"every_rounds": -1}, "every_rounds -1 must be at least 0"),
+    (CheckpointConfig, {"keep": 0}, "keep 0 must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("part", "settings", "message"), BAD_PARTS)
+def test_a_part_that_contradicts_itself_is_refused(part, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        part(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "lama-tiny"}, "no model named 'lama-tiny'; did you mean 'llama-tiny'"),
+        ({"wan": "geomesh-azur"}, "no WAN named 'geomesh-azur'; did you mean 'geomesh-azure'"),
+    ],
+)
+def test_a_modelled_clock_names_what_is_nearest(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ClockConfig(**{"kind": "modelled", "wan": WAN} | settings)
+
+
+MEASURED = RunConfig(
+    name="run",
+    model=get_model("llama-tiny"),
+    train=TrainConfig(total_tokens=1000),
+    slices=(SliceConfig("a"), SliceConfig("b", devices=2)),
+    balance=BalanceConfig(inner_steps=2, batch_sizes=(4, 8)),
+)
+BY_SPEED = replace(
+    MEASURED,
+    slices=(SliceConfig("a", "eastus", speed=1.0), SliceConfig("b", "westus2", speed=2.0)),
+    clock=ClockConfig("modelled", wan=WAN, base_step_seconds=1.0, base_batch=4),
+)
+BY_GPU = replace(
+    MEASURED,
+    slices=(SliceConfig("a", "eastus", gpu="h100"), SliceConfig("b", "westus2", gpu="l40s")),
+    clock=ClockConfig("modelled", wan=WAN),
+)
+
+
+def with_slice(config, **changes):
+    """`config` with changes to its first slice."""
+    first, *rest = config.slices
+    return {"slices": (replace(first, **changes), *rest)}
+
+
+BAD_RUNS = [
+    (MEASURED, {"seed": -1}, "seed -1 must lie in 0..4294967295"),
+    (MEASURED, {"name": "../up"}, "name '../up' becomes a folder; use letters"),
+    (MEASURED, {"name": ""}, "name '' becomes a folder"),
+    (MEASURED, {"slices": ()}, "slices is empty; a run needs at least one"),
+    (MEASURED, with_slice(MEASURED, name="b"), r"slices share a name: \['b', 'b'\]; rename one"),
+    (
+        MEASURED,
+        {"data": DataConfig(tokenizer=TokenizerConfig(vocab_size=513))},
+        "tokenizer.vocab_size 513 exceeds model.vocab_size 512; raise the model's or lower",
+    ),
+    (
+        MEASURED,
+        {"balance": BalanceConfig(inner_steps=2, batch_sizes=(4, 7))},
+        "has 7, which does not divide by 2, the 2 devices of slice b; use 6 or 8",
+    ),
+    (
+        MEASURED,
+        {"train": replace(MEASURED.train, micro_batch=4)},
+        "has 4, which .* 2 devices of slice b times train.micro_batch 4; use 8",
+    ),
+    (
+        MEASURED,
+        {"train": replace(MEASURED.train, micro_batch=3)},
+        "has 4, which .* 1 devices of slice a times train.micro_batch 3; use 3 or 6",
+    ),
+    (
+        MEASURED,
+        with_slice(MEASURED, speed=2.0),
+        r"slices \['a'\] set a speed, gpu or gpus, .*measured",
+    ),
+    (MEASURED, with_slice(MEASURED, gpu="h100"), r"slices \['a'\] set .*; leave them unset or"),
+    (BY_SPEED, with_slice(BY_SPEED, region="mars"), "region 'mars' is not in WAN .*use one of"),
+    (BY_SPEED, with_slice(BY_SPEED, region=""), "region '' is not in WAN .*use one of"),
+    (BY_SPEED, with_slice(BY_SPEED, speed=None), r"either speed \(None\) or gpu \(''\), exactly"),
+    (BY_SPEED, with_slice(BY_SPEED, gpu="h100"), r"either speed \(1.0\) or gpu \('h100'\), exact"),
+    (BY_SPEED, with_slice(BY_SPEED, speed=None, gpu="h100"), "some slices give a speed and others"),
+    (BY_SPEED, {"clock": BY_GPU.clock}, "slices given by speed need clock.base_step_seconds"),
+    (BY_GPU, {"clock": BY_SPEED.clock}, "slices given by gpu must not have them"),
+    (BY_GPU, with_slice(BY_GPU, gpu="h1000"), "no GPU named 'h1000'; did you mean 'h100'"),
+]
+
+
+@pytest.mark.parametrize(("config", "changes", "message"), BAD_RUNS)
+def test_parts_that_contradict_each_other_are_refused(config, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        replace(config, **changes)
+
+
+def test_links_of_unknown_round_trip_are_refused_before_the_run(tmp_path):
+    links = tmp_path / "links.csv"
+    links.write_text("src,dst,gbit_per_second,rtt_ms\neastus,westus2,1,\n")
+    with pytest.raises(ConfigError, match="eastus -> westus2 has no rtt_ms in either direction"):
+        replace(BY_GPU, clock=ClockConfig("modelled", wan=str(links)))
+
+
+def test_the_clocked_model_is_the_trained_one_unless_another_is_named():
+    assert BY_GPU.clocked_model() == BY_GPU.model
+    other = replace(BY_GPU, clock=replace(BY_GPU.clock, model="llama-150m"))
+    assert other.clocked_model() == get_model("llama-150m")
+
+
+@pytest.mark.parametrize(
+    ("codec", "slices", "schedule"),
+    [
+        ("sign", 4, "gather"),
+        ("sign", 5, "two_phase"),
+        ("int8", 2, "gather"),
+        ("fp32", 2, "two_phase"),
+        ("fp16", 2, "two_phase"),
+    ],
+)
+def test_auto_takes_the_schedule_that_sends_less(codec, slices, schedule):
+    config = ExchangeConfig(codec=codec, error_feedback=codec != "fp32")
+    assert config.resolve_schedule(slices) == schedule
+    assert replace(config, schedule="gather").resolve_schedule(slices) == "gather"
