@@ -58,9 +58,9 @@ def _outer(learning_rate: float, momentum: float) -> OuterConfig:
 
 # Best of `geojax bench tune geomesh diloco` on the demo's base.
 TUNED = Optimizers(
-    adamw=OptimizerConfig(name="adamw", learning_rate=1e-2, weight_decay=0.1),
+    adamw=OptimizerConfig(name="adamw", learning_rate=1.4e-2, weight_decay=0.1),
     lion=OptimizerConfig(name="lion", learning_rate=3e-3, b2=0.95, weight_decay=1.0),
-    exact_outer=_outer(1.0, 0.3),
+    exact_outer=_outer(1.0, 0.0),
     sign_outer=_outer(1.0, 0.3),
 )
 # For the published sizes: DiLoCo's published settings, and for signs what went well at small scale
