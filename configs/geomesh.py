@@ -7,6 +7,7 @@ trained, on what, and which clock counts. `METHODS[name](base)` is a run.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from geojax.config import (
     BalanceConfig,
@@ -240,7 +241,7 @@ def _with(
     base: RunConfig,
     name: str,
     *,
-    mode: str,
+    mode: Literal["equal", "adaptive"],
     exchange: ExchangeConfig,
     inner: OptimizerConfig,
     outer: OuterConfig,

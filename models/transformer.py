@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from geojax.models.config import TransformerConfig
@@ -53,7 +54,7 @@ class Transformer(nnx.Module):
         tokens: Int[Array, "b t"],
         positions: Int[Array, "b t"],
         segments: Int[Array, "b t"],
-        dtype: jnp.dtype = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
     ) -> Float[Array, "b t V"]:
         config = self.config
         rotary = rotary_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
@@ -91,7 +92,7 @@ def make_apply(config: TransformerConfig) -> Callable[..., Float[Array, "b t V"]
     abstract = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(params=0)))
     graph, state = nnx.split(abstract)
 
-    def apply(params: Params, tokens, positions, segments, dtype=jnp.float32):
+    def apply(params: Params, tokens, positions, segments, dtype: DTypeLike = jnp.float32):
         weights = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(params))
         return nnx.merge(graph, weights)(tokens, positions, segments, dtype)
 

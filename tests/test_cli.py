@@ -113,7 +113,7 @@ def test_help_of_a_preset_lists_fields_of_every_part(capsys):
         (["train", "quickstrat"], "no preset named 'quickstrat'; did you mean 'quickstart'?"),
         (["train", "mine.py"], "no file 'mine.py'"),
         (["train", "--balance.mode", "equal"], "wants a preset or a file first"),
-        (["train", "quickstart", "--seed", "-1"], "seed -1 must be at least 0"),
+        (["train", "quickstart", "--seed", "-1"], "seed -1 must lie in 0..4294967295"),
         (["train", "--resume", "nowhere"], "nowhere is not a run folder"),
         (["report", "nowhere"], "nowhere is not a run folder"),
         (["data"], "geojax data knows only `prepare`, not 'nothing'"),

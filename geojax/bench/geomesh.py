@@ -146,7 +146,7 @@ def _against(found: Sequence[Summary], baseline: Sequence[Summary]) -> dict[str,
         ),
         "straggler_idle": statistics.mean(s.straggler_idle for s in found),
         "wan_idle": statistics.mean(s.wan_idle for s in found),
-        "payload_ratio": statistics.mean(s.payload_ratio for s in found),
+        "payload_ratio": statistics.mean(s.payload_ratio or 0.0 for s in found),
         "hours_same_tokens": statistics.mean(ablation),
         "published_hours": PUBLISHED_HOURS.get(found[0].method),
     }

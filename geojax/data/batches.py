@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 from jaxtyping import Float32, Int32
@@ -68,7 +68,8 @@ class TrainSequences:
 
     def ids(self, start: int, stop: int) -> list[tuple[int, int]]:
         """(epoch, sequence in the stream) of global samples start..stop."""
-        return [(n // self.sequences, self._order[n]) for n in range(start, stop)]
+        order = self._order
+        return [(n // self.sequences, cast(int, order[n])) for n in range(start, stop)]
 
     def chunk(self, start: int, steps: int, batch: int) -> Batch:
         """Global samples start..start + steps * batch, in order, as [S, B, T]."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import batched
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt
@@ -158,7 +159,7 @@ def _write(
     _require_vocab(tokenizer.vocab_size, vocab_size)
     # Every id is below the tokenizer's vocab_size, so none can wrap around.
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    meta = {
+    meta: dict[str, Any] = {
         "dtype": dtype.name,
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
@@ -192,7 +193,9 @@ def _load(folder: Path, seq_len: int) -> Corpus:
             streams[split] = np.memmap(folder / f"{split}.bin", dtype, mode="r")
             if len(streams[split]) != meta.pop(f"{split}_tokens"):
                 raise ValueError(f"{split}.bin has another length than meta.json says")
-        return Corpus(folder=folder, seq_len=seq_len, **streams, **meta)
+        return Corpus(
+            folder=folder, seq_len=seq_len, train=streams["train"], valid=streams["valid"], **meta
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"corpus {folder} is damaged ({error}); delete the folder and run again"

@@ -152,7 +152,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                bad = line.find(b"\0")  # valid UTF-8, but never text
+                text, bad = "", line.find(b"\0")  # valid UTF-8, but never text
                 try:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:

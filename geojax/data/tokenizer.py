@@ -106,12 +106,12 @@ def _wrap(inner: "tokenizers.Tokenizer", name: str) -> Tokenizer:
     inner.no_truncation()
     inner.encode_special_tokens = True
     eos = next((i for n in EOS_NAMES if (i := inner.token_to_id(n)) is not None), None)
-    special = [t.content for t in inner.get_added_tokens_decoder().values() if t.special]
-    require(
-        eos is not None,
-        f"{name} has no end-of-text token, one of {list(EOS_NAMES)}; its special tokens are "
-        f"{special}; add one",
-    )
+    if eos is None:
+        special = [t.content for t in inner.get_added_tokens_decoder().values() if t.special]
+        raise ConfigError(
+            f"{name} has no end-of-text token, one of {list(EOS_NAMES)}; its special tokens are "
+            f"{special}; add one"
+        )
     return Tokenizer(inner, eos)
 
 

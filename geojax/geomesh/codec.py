@@ -13,7 +13,8 @@ the sign of its sign bit. int8: x is sent as round(x / s) with s = max|x| / 127 
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -40,7 +41,8 @@ _SIGNS = np.float32(1) - 2 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, Non
 )
 
 
-class Energy(NamedTuple):
+@dataclass(frozen=True)
+class Energy:
     """Squared norm of what was sign-coded, and of the part that its message carries."""
 
     total: float = 0.0
@@ -106,7 +108,8 @@ def decode(
         pass
 
 
-class Agreement(NamedTuple):
+@dataclass(frozen=True)
+class Agreement:
     """Signs that agree, counted over pairs of messages and the elements of each."""
 
     agree: int = 0

@@ -64,6 +64,7 @@ def _measure(
 def _peak_bytes(compiled: jax.stages.Compiled) -> int:
     """Of one device: arguments, results and temporaries, donated buffers counted once."""
     memory = compiled.memory_analysis()
+    assert memory is not None, "a backend that tells its limit tells what a program needs"
     return (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes

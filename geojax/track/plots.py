@@ -110,9 +110,10 @@ def plot_idle(runs: Sequence[Run], path: Path | str) -> None:
 
 def _figure(width_inches: float, height_inches: float, title: str) -> "Figure":
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(width_inches, height_inches), dpi=150, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)  # inches
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08)  # inches
+    figure = Figure(figsize=(width_inches, height_inches), dpi=150, layout=layout)
     figure.suptitle(title)
     return figure
 

@@ -8,7 +8,7 @@ arrays handed over are copied first, so the run may change its own.
 
 import logging
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 import numpy as np
@@ -24,10 +24,10 @@ class Checkpoints:
 
     def __init__(self, folder: Path, config: CheckpointConfig):
         """`folder` is made if need be."""
-        policies = ocp.training.preservation_policies
+        newest: Any = ocp.training.preservation_policies.LatestN(config.keep)
         self._checkpointer = ocp.training.Checkpointer(
-            folder.resolve(),
-            preservation_policy=policies.LatestN(config.keep),
+            str(folder.resolve()),
+            preservation_policy=newest,
             cleanup_tmp_directories=True,
         )
 
@@ -59,11 +59,11 @@ class Checkpoints:
         found = self._checkpointer.metadata()
         _check_shapes(found.metadata, abstract, self._checkpointer.directory)
         empty = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
-        return self._checkpointer.load(abstract_state=empty), found.custom_metadata
+        return self._checkpointer.load(abstract_state=empty), self.meta()
 
     def meta(self) -> dict[str, Any]:
         """Facts of the newest checkpoint on disk, before any save of this object's."""
-        return self._checkpointer.metadata().custom_metadata
+        return cast(dict[str, Any], self._checkpointer.metadata().custom_metadata)
 
     def close(self) -> None:
         """Wait until the last save is on disk."""

@@ -50,7 +50,8 @@ class StepStats(NamedTuple):
     skipped: Int[Array, ""]
 
 
-InnerLoop = Callable[..., tuple[TrainState, StepStats]]
+InnerLoop = jax.stages.Wrapped
+"""(state, chunk, count, begin, stride, done) -> (TrainState, StepStats): see make_inner_loop."""
 LossSum = Callable[[Params, Batch], tuple[Float[Array, ""], Float[Array, ""]]]
 
 

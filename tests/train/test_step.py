@@ -177,7 +177,9 @@ def test_steps_beyond_the_count_have_no_effect():
     poisoned.weights[2:] = np.nan
     poisoned.tokens[2:] = 0
     run = loop_of(ADAMW)
-    assert_same(run(fresh(ADAMW), poisoned, 2, 0.0, 0.01), run(fresh(ADAMW), chunk, 2, 0.0, 0.01))
+    assert_same(
+        run(fresh(ADAMW), poisoned, 2, 0.0, 0.01, 0), run(fresh(ADAMW), chunk, 2, 0.0, 0.01, 0)
+    )
 
 
 def test_a_loop_is_its_steps_one_after_the_other():
@@ -248,9 +250,9 @@ def test_a_broken_step_in_the_middle_costs_only_itself():
     chunk = sequences(STEPS, 1, 2)
     damaged = Batch(*(x.copy() for x in chunk))
     damaged.weights[1] = np.nan
-    state, stats = loop_of(ADAMW)(fresh(ADAMW), damaged, 3, 0.5, 0.0)
+    state, stats = loop_of(ADAMW)(fresh(ADAMW), damaged, 3, 0.5, 0.0, 0)
     healthy = Batch(*(np.delete(x, 1, 0)[[*range(STEPS - 1), 0]] for x in chunk))
-    expected, total = loop_of(ADAMW)(fresh(ADAMW), healthy, 2, 0.5, 0.0)
+    expected, total = loop_of(ADAMW)(fresh(ADAMW), healthy, 2, 0.5, 0.0, 0)
     assert_same(state, expected)
     assert_same(stats, total._replace(skipped=jnp.int32(1)))
 
@@ -341,7 +343,7 @@ def test_a_repeated_batch_is_learned():
     chunk = Batch(*(x.repeat(STEPS, 0) for x in batch))
     state, losses = fresh(ADAMW), []
     for _ in range(10):
-        state, stats = loop_of(ADAMW)(state, chunk, STEPS, 0.05, 0.0)  # at the peak rate
+        state, stats = loop_of(ADAMW)(state, chunk, STEPS, 0.05, 0.0, 0)  # at the peak rate
         losses.append(float(stats.loss))
     # Two sequences of 6 targets, which differ in their first tokens, can be learned by heart.
     assert losses[-1] < 0.1 * losses[0]
