@@ -19,7 +19,7 @@ import numpy as np
 from geojax.config import ExchangeConfig
 from geojax.geomesh.codec import decode, encode
 from geojax.geomesh.layout import make_layout
-from geojax.geomesh.sync import payload_bytes
+from geojax.geomesh.message import FRAME_BYTES
 from geojax.meshes.wan import ring_all_reduce_bytes
 from geojax.models.config import get_model
 from geojax.models.transformer import abstract_params
@@ -83,18 +83,17 @@ def main() -> None:
             f"{f'{min(values):.3f}..{max(values):.3f}':>16}{statistics.median(ratios):11.2f}"
             f"{f'{min(ratios):.2f}..{max(ratios):.2f}':>16}{moved[name] / 1e9:10.2f}"
         )
-    payload = message.size + payload_bytes(layout) - layout.num_bytes
+    payload = message.size + FRAME_BYTES
     print(f"payload: {payload:,} bytes packed, {dense / payload:.2f}x under float32")
     for slices in (4, 8, 16):
         shards = [layout.shard(i, slices) for i in range(slices)]
         largest = max(encode(leaves, s)[0].size for s in shards)
-        frame = payload_bytes(layout) - layout.num_bytes
-        wire = 2 * (slices - 1) * (largest + frame)
+        wire = 2 * (slices - 1) * (largest + FRAME_BYTES)
         ratio = ring_all_reduce_bytes(slices, dense) / wire
         results[f"two_phase_{slices}"] = {"wire_bytes": wire, "ratio_to_ring": ratio}
         print(f"two-phase over {slices:2} slices: {wire:,} wire bytes, {ratio:.2f}x under a ring")
     if options.json:
-        content = {"clock": "measured", "machine": machine(), "versions": versions()}
+        content = {"clock": "measured", "machine": machine(), "versions": versions(), "seed": 0}
         text = json.dumps(content | {"payload_bytes": payload, "results": results}, indent=2)
         write_atomically(options.json, text + "\n")
 

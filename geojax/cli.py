@@ -16,6 +16,7 @@ from typing import Annotated
 import tyro
 
 from geojax.config import ConfigError, RunConfig, RunError
+from geojax.track.environment import usable_cores
 
 
 def train(args: list[str]) -> int:
@@ -67,7 +68,7 @@ def demo(args: list[str]) -> int:
     from geojax.bench.geomesh import run_demo
 
     options = _parse(_Demo, args, "geojax demo")
-    run_demo(options.out, options.jobs)
+    run_demo(options.out, options.jobs, options.json)
     return 0
 
 
@@ -82,7 +83,7 @@ def bench(args: list[str]) -> int:
     if isinstance(options, _Bench):
         geomesh.run_bench(options.out, options.jobs, options.seeds, options.json)
     else:
-        geomesh.tune(options.methods, options.out, options.jobs)
+        geomesh.tune(options.methods, options.out, options.jobs, options.json)
     return 0
 
 
@@ -116,11 +117,14 @@ def main(args: list[str] | None = None) -> int:
     except RunError as error:
         print(f"geojax: the run stopped: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:  # the reader of our output has enough, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        print(f"geojax: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 @dataclass(frozen=True)
@@ -147,8 +151,10 @@ class _Report:
 
 @dataclass(frozen=True)
 class _Jobs:
-    jobs: int = os.cpu_count() or 1
+    jobs: int = len(usable_cores())
     """Runs at a time, one core each."""
+    json: Path | None = None
+    """File for the figures; unset: report.json in the folder."""
 
 
 @dataclass(frozen=True)
@@ -166,8 +172,6 @@ class _Bench(_Jobs):
     out: Path = Path("runs/bench-geomesh")
     """Folder of the runs."""
     seeds: int = 3
-    json: Path | None = None
-    """File for the figures; unset: report.json in the folder."""
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 """Run folders: starting a run, continuing it, and stopping it without losing work.
 
 A run folder holds `config.json` (the resolved config), `metrics.jsonl` and `checkpoints/`.
-Invariant: with these, `resume` needs nothing else and goes on exactly as if nothing had happened.
+Invariant: with these, and its text or the cached tokens of it, `resume` goes on exactly as if
+nothing had happened. One process works on a run at a time.
 """
 
+import fcntl
 import shutil
 import signal
 import threading
@@ -15,7 +17,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
-from geojax.config import ConfigError, RunConfig
+from geojax.config import ConfigError, RunConfig, RunError
 from geojax.track.metrics import MetricsWriter, write_atomically
 
 _ADAPTER = TypeAdapter(RunConfig)
@@ -95,13 +97,25 @@ def stop_on_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunError(
+                f"another process is training in {folder}; wait for it, or stop it"
+            ) from error
+        yield
+
+
 def _run(config: RunConfig, folder: Path, console: Console | None) -> bool:
     try:
         return _train(config, folder, console)
     except OSError as error:
-        raise ConfigError(
-            f"cannot read or write what the run needs: {error}; then go on with `geojax train "
-            f"--resume {folder}`"
+        raise RunError(
+            f"cannot read or write what the run needs: {error}; put that right, then go on with "
+            f"`geojax train --resume {folder}`"
         ) from error
 
 
@@ -109,8 +123,7 @@ def _train(config: RunConfig, folder: Path, console: Console | None) -> bool:
     from geojax.data import describe, prepare
 
     output = console or Console(highlight=False)
-    with stop_on_signals() as stop:
-        corpus = prepare(config.data, config.model.vocab_size, progress=output.print)
+    with stop_on_signals() as stop, _alone(folder):
         from geojax.geomesh.trainer import Trainer
         from geojax.track.console import RunConsole
         from geojax.train.checkpoint import Checkpoints
@@ -119,13 +132,18 @@ def _train(config: RunConfig, folder: Path, console: Console | None) -> bool:
             MetricsWriter(folder / "metrics.jsonl") as metrics,
             Checkpoints(folder / "checkpoints", config.checkpoint) as checkpoints,
         ):
+            known = None if checkpoints.empty else checkpoints.meta()["corpus"]
+            corpus = prepare(
+                config.data, config.model.vocab_size, progress=output.print, known=known
+            )
             trainer = Trainer(config, corpus, metrics, checkpoints, stop)
             total = config.train.total_tokens
             with RunConsole(total, config.clock.kind, trainer.tokens, output) as run_console:
                 run_console.header(f"{config.name} -> {folder}", describe(corpus))
                 run_console.header("derived", trainer.describe())
                 if trainer.resumed:
-                    run_console.header(f"resumed after round {trainer.position.round}", [])
+                    done = " (its last)" if trainer.tokens >= total else ""
+                    run_console.header(f"resumed after round {trainer.position.round}{done}", [])
                 finished = trainer.run(run_console)
     if not finished:
         output.print(f"stopped and saved; go on with `geojax train --resume {folder}`")

@@ -24,7 +24,7 @@ from geojax.configs import METHODS, demo
 from geojax.track.console import format_share
 from geojax.track.metrics import to_json, write_atomically
 from geojax.track.report import report
-from geojax.track.summary import Summary, common_target, load_run, summarise
+from geojax.track.summary import UNITS, Summary, common_target, load_run, summarise
 
 DEMO_METHODS = ("geomesh", "diloco", "balancing-only", "signs-only")
 BENCH_METHODS = (*DEMO_METHODS, "fp16", "int8", "diloco-lion", "geomesh-adamw")
@@ -40,7 +40,7 @@ TUNE_FIRST = 256
 """First held-out sequence of tuning; reported figures end before it."""
 
 
-def run_demo(folder: Path, jobs: int) -> None:
+def run_demo(folder: Path, jobs: int, json_path: Path | None) -> None:
     """Train the demo's four methods and compare them: table, pictures, `report.json`."""
     console = Console(highlight=False)
     console.print(
@@ -49,7 +49,7 @@ def run_demo(folder: Path, jobs: int) -> None:
     )
     configs = {folder / name: METHODS[name](demo()) for name in DEMO_METHODS}
     run_all(configs, jobs, console)
-    report(list(configs), folder, folder / "report.json", None)
+    report(list(configs), folder, json_path or folder / "report.json", None)
 
 
 def run_bench(folder: Path, jobs: int, seeds: int, json_path: Path | None) -> None:
@@ -75,42 +75,53 @@ def run_bench(folder: Path, jobs: int, seeds: int, json_path: Path | None) -> No
         "modelled clock, 150M parameters. Hours for the same tokens are scaled so that DiLoCo "
         "takes the published 12.0."
     )
-    any_run = load_run(next(iter(configs)))
     content = {
-        "clock": any_run.start["clock"],
-        "machine": any_run.start["machine"],
-        "versions": any_run.start["versions"],
-        "seeds": list(range(seeds)),
         "summary": rows,
         "results": [asdict(s) for found in results.values() for s in found],
     }
-    path = json_path or folder / "report.json"
-    write_atomically(path, json.dumps(to_json(content), indent=2, allow_nan=False) + "\n")
-    console.print(f"wrote {path}")
+    _write(json_path or folder / "report.json", list(configs), content, console)
 
 
-def tune(methods: Sequence[str], folder: Path, jobs: int) -> None:
+def tune(methods: Sequence[str], folder: Path, jobs: int, json_path: Path | None) -> None:
     """Try at most 12 settings a method on held-out text of its own; the best one comes first."""
+    require(methods, f"name at least one method to tune, of {list(METHODS)}")
     console = Console(highlight=False)
     configs = {}
     for method in methods:
-        require(method in METHODS, f"no method {method!r}; use one of {list(METHODS)}")
+        known = [m for m in METHODS if m != "data-parallel"]  # its outer optimizer is not SGD
+        require(method in known, f"no method {method!r} to tune; use one of {known}")
         for name, config in _settings(METHODS[method](demo())):
             shown = replace(config.eval, first=TUNE_FIRST)
             configs[folder / method / name] = replace(config, eval=shown)
     run_all(configs, jobs, console)
-    table = Table("method", "setting", "perplexity", box=box.SIMPLE_HEAD)
+    table, results = Table("method", "setting", "perplexity", box=box.SIMPLE_HEAD), []
     for method in methods:
         runs = [load_run(path) for path in configs if path.parent.name == method]
         for run in sorted(runs, key=lambda r: r.final_perplexity):
             table.add_row(method, run.name, f"{run.final_perplexity:.3f}")
+            results.append(asdict(summarise(run, None)) | {"setting": run.name})
     console.print(table)
+    _write(json_path or folder / "report.json", list(configs), {"results": results}, console)
+
+
+def _write(path: Path, folders: Sequence[Path], content: dict, console: Console) -> None:
+    """Figures as JSON, with what is needed to read them."""
+    starts = [load_run(folder).start for folder in folders]
+    content = {
+        "clock": starts[0]["clock"],
+        "machine": sorted({start["machine"] for start in starts}),
+        "versions": starts[0]["versions"],
+        "seeds": sorted({start["seed"] for start in starts}),
+        "units": UNITS,
+    } | content
+    write_atomically(path, json.dumps(to_json(content), indent=2, allow_nan=False) + "\n")
+    console.print(f"wrote {path}")
 
 
 def _settings(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     """3 inner rates x 4 outer optimizers around the method's own."""
     inner = config.train.optimizer
-    rates = [7e-3, 1e-2, 1.4e-2] if inner.name == "adamw" else [2e-3, 3e-3, 4e-3]
+    rates = [1e-2, 1.4e-2, 2e-2] if inner.name == "adamw" else [2e-3, 3e-3, 4e-3]
     outers = [(1.0, 0.0), (1.0, 0.3), (1.0, 0.5), (0.7, 0.9)]
     for rate, (outer_rate, momentum) in product(rates, outers):
         outer = OptimizerConfig(

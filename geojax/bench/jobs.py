@@ -19,8 +19,9 @@ from typing import NamedTuple
 from rich.console import Console
 
 from geojax import runs
-from geojax.config import ConfigError, RunConfig
+from geojax.config import ConfigError, RunConfig, RunError, require
 from geojax.track.console import format_seconds
+from geojax.track.environment import usable_cores
 from geojax.track.metrics import read_records
 
 _POLL_SECONDS = 0.2
@@ -37,9 +38,10 @@ class _Job(NamedTuple):
 def run_all(configs: Mapping[Path, RunConfig], jobs: int, console: Console) -> None:
     """Train every config in its folder, `jobs` at a time, one core each.
 
-    ConfigError where a folder holds another run, or a run fails; the message shows its last words.
+    ConfigError where a folder holds another run; RunError where a run fails, with its last words.
     """
-    cores = _cores()
+    require(jobs >= 1, f"jobs {jobs} must be at least 1")
+    cores = usable_cores()
     free = [cores[i % len(cores)] for i in range(jobs)]
     waiting = []
     for folder, config in configs.items():
@@ -99,7 +101,7 @@ def _require_success(job: _Job) -> None:
     if job.process.returncode == 0 and _finished(job.folder):
         return
     words = (job.folder / "log.txt").read_text(errors="replace").strip().splitlines()
-    raise ConfigError(
+    raise RunError(
         f"the run in {job.folder} ended with code {job.process.returncode}: "
         f"{words[-1] if words else 'no output'} (all of it: {job.folder / 'log.txt'})"
     )
@@ -131,9 +133,3 @@ def _ending(running: Iterable[_Job]) -> Iterator[None]:
         for job in running:
             job.process.wait()
         signal.signal(signal.SIGTERM, before)
-
-
-def _cores() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))

@@ -34,6 +34,16 @@ class SourceConfig:
             f"with it (kind is {self.kind!r}); set both or neither",
         )
         require(
+            self.text_field == "text" or self.kind in ("files", "huggingface"),
+            f"data.source.text_field {self.text_field!r} means nothing to kind {self.kind!r}; "
+            "leave it unset",
+        )
+        require(
+            self.split == "train" or self.kind == "huggingface",
+            f"data.source.split {self.split!r} goes with data.source.kind 'huggingface' only (kind "
+            f"is {self.kind!r}); leave it unset",
+        )
+        require(
             not self.subset or self.kind == "huggingface",
             f"data.source.subset {self.subset!r} goes with data.source.kind 'huggingface' only "
             f"(kind is {self.kind!r}); leave it unset",

@@ -30,7 +30,7 @@ class SliceConfig:
     """Modelled clock: speed relative to the slice of speed 1, in place of the GPU's figures."""
 
     def __post_init__(self):
-        require(self.name, "a slice needs a name")
+        require(self.name, "slices: a name is empty; name each slice, by its region for example")
         require(self.devices >= 1, f"slice {self.name}: devices {self.devices} must be at least 1")
         require(self.gpus >= 1, f"slice {self.name}: gpus {self.gpus} must be at least 1")
         require(
@@ -64,7 +64,7 @@ class BalanceConfig:
         require(
             (self.inner_steps is None) != (self.sync_share is None),
             f"balance.inner_steps {self.inner_steps} and balance.sync_share {self.sync_share}: set "
-            "exactly one",
+            "exactly one, and the other to None",
         )
         require(
             self.inner_steps is None or self.inner_steps >= 1,
@@ -105,8 +105,8 @@ class ExchangeConfig:
     """Add what the codec lost in one round to the next."""
     schedule: Literal["auto", "gather", "two_phase"] = "auto"
     """gather: each slice sends its message to all, merged exactly; two_phase: each slice merges a
-    shard of all and sends that on, encoded again. auto: two_phase for uncompressed codecs, where it
-    is an all-reduce, and for more than 4 slices; gather for the rest."""
+    shard of all and sends that on, encoded again. auto: two_phase for float codecs, as an
+    all-reduce does, and for more than 4 slices; gather for the rest."""
 
     def __post_init__(self):
         require(
@@ -123,8 +123,8 @@ class ExchangeConfig:
         """The schedule for this many slices, `auto` resolved."""
         if self.schedule != "auto":
             return self.schedule
-        exact = self.codec in ("fp32", "fp16", "bf16")
-        return "two_phase" if exact or slices > 4 else "gather"
+        floats = self.codec in ("fp32", "fp16", "bf16")
+        return "two_phase" if floats or slices > 4 else "gather"
 
 
 @dataclass(frozen=True)

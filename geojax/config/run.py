@@ -104,6 +104,11 @@ class RunConfig:
             wan.gather_seconds([s.region for s in self.slices], 1)
         except ValueError as error:
             raise ConfigError(f"clock: {error}") from error
+        require(
+            self.train.compute_dtype == "bfloat16" or not any(s.gpu for s in self.slices),
+            "train.compute_dtype float32: GPU times are modelled for bfloat16; set it to bfloat16, "
+            "or give slices a speed",
+        )
         by_speed = [s for s in self.slices if s.speed]
         require(
             not by_speed or len(by_speed) == len(self.slices),

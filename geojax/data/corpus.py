@@ -74,15 +74,19 @@ def prepare(
     vocab_size: int,
     cache: Path | None = None,
     progress: Callable[[str], None] | None = None,
+    known: str | None = None,
 ) -> Corpus:
     """The corpus of `config` for a model of `vocab_size` entries, from `cache` where it is there.
 
-    `progress` receives a line for each slow step. Raises ConfigError when the source or tokenizer
-    cannot be used, a split is empty, training text is shorter than one sequence, or the tokenizer
-    has more entries than the model.
+    `progress` receives a line for each slow step. `known`: identity of a corpus made before, which
+    is taken without a look at its source if the cache still holds it. Raises ConfigError when the
+    source or tokenizer cannot be used, a split is empty, training text is shorter than one
+    sequence, or the tokenizer has more entries than the model.
     """
     cache = cache or cache_dir()
     progress = progress or (lambda line: None)
+    if known and (cache / "corpora" / known).is_dir():
+        return _load(cache / "corpora" / known, config.seq_len)
     progress(f"reading {config.source.kind}")
     try:
         folder = cache / "corpora" / _fingerprint(config, cache)

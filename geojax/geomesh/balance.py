@@ -43,6 +43,8 @@ class Option:
     seconds_per_step: float
     memory_bytes: int
     """Peak memory of one device."""
+    strategy: str = "dp1"
+    """Parallelism inside the slice; data-parallel over its devices."""
 
     def __post_init__(self):
         require(
@@ -72,6 +74,7 @@ class SliceWork:
     inner_steps: int
     """Steps a round (H)."""
     seconds_per_step: float
+    strategy: str = "dp1"
 
     @property
     def compute_seconds(self) -> float:
@@ -280,7 +283,7 @@ def _choices(
 def _plan(profiles: Sequence[SliceProfile], choice: _Choice) -> Plan:
     return Plan(
         tuple(
-            SliceWork(profile.name, option.batch, steps, option.seconds_per_step)
+            SliceWork(profile.name, option.batch, steps, option.seconds_per_step, option.strategy)
             for profile, (option, steps) in zip(profiles, choice, strict=True)
         )
     )

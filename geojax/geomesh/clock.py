@@ -125,4 +125,5 @@ def _option(config: RunConfig, index: int, batch: int) -> Option:
         optimizer_slots={"sgd": 0, "lion": 1, "adamw": 2}[config.train.optimizer.name],
         micro_batch=config.train.micro_batch,
     )
-    return Option(batch, step_seconds(model, get_gpu(s.gpu), s.gpus, batch, seq_len), memory)
+    seconds = step_seconds(model, get_gpu(s.gpu), s.gpus, batch, seq_len)
+    return Option(batch, seconds, memory, f"dp{s.gpus}")

@@ -2,7 +2,7 @@
 """Moving messages between slices: the `mesh` engine, collectives over the slice axis.
 
 An engine moves opaque bytes and knows nothing of codecs; `all_gather` and `all_to_all` are all that
-any schedule needs. This one serves slices in one process or one JAX cluster.
+any schedule needs. This one serves slices that are all in one process.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,11 @@ Message = UInt8[np.ndarray, " n"]
 
 
 class MeshExchange:
-    """shard_map over the slice axis. Slices that share a device share its place on the axis."""
+    """shard_map over the slice axis, whose places each carry the same number of slices.
+
+    As many of the leaders' devices are places as divide the slices evenly; slices lie on them in
+    order.
+    """
 
     def __init__(self, leaders: Sequence[jax.Device]):
         """`leaders`: one device a slice, in slice order."""

@@ -69,10 +69,10 @@ def merge_weights(
 ) -> list[float] | None:
     """Weight of each slice's pseudo-gradient; None where no slice brings a token.
 
-    tokens: its share of the loss-bearing tokens; a pseudo-gradient grows with its steps by itself,
-    so steps do not enter. fednova (Wang et al. 2020): p_i * tau / tau_i, with p_i its share of the
-    tokens a step, tau_i its steps and tau = sum p_i tau_i, so that a slice that takes more steps
-    does not pull the result towards its own data.
+    tokens: its share of the loss-bearing tokens. A pseudo-gradient grows with its steps by itself,
+    so a slice that takes more of them counts more in both ways. fednova (Wang et al. 2020):
+    p_i * tau / tau_i, with p_i its share of the tokens a step, tau_i its steps and tau = sum p_i
+    tau_i, so that a slice that takes more steps does not pull the result towards its own data.
     """
     if merge == "tokens":
         parts = [float(h.tokens) for h in headers]

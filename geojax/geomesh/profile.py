@@ -2,6 +2,7 @@
 """What slices can do, measured here: seconds a step and bytes by batch, after compilation."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import jax
@@ -29,10 +30,14 @@ def measured_profiles(
         row: tuple(_measure(config, row, loop, params, b) for b in config.balance.batch_sizes)
         for row in dict.fromkeys(devices)
     }
-    return [
-        SliceProfile(s.name, measured[row], _memory_limit(row[0]))
-        for s, row in zip(config.slices, devices, strict=True)
-    ]
+    sharers = Counter(device for row in devices for device in row)
+    profiles = []
+    for s, row in zip(config.slices, devices, strict=True):
+        limit = _memory_limit(row[0])
+        if limit is not None:  # slices that share a device keep their states on it side by side
+            limit //= max(sharers[device] for device in row)
+        profiles.append(SliceProfile(s.name, measured[row], limit))
+    return profiles
 
 
 def _measure(
@@ -58,7 +63,7 @@ def _measure(
     while (seconds := time.perf_counter() - started) < _SECONDS or steps < 3:
         state = jax.block_until_ready(loop(state, chunk, 1, 0.0, 0.0, 0))[0]
         steps += 1
-    return Option(batch, seconds / steps, peak)
+    return Option(batch, seconds / steps, peak, f"dp{len(devices)}")
 
 
 def _peak_bytes(compiled: jax.stages.Compiled) -> int:

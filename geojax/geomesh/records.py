@@ -22,7 +22,7 @@ def start_record(config: RunConfig, plan: Plan, traffic: Traffic) -> dict[str, A
         "seed": config.seed,
         "params": config.model.num_params,
         "clocked_params": traffic.params,
-        "plan": [asdict(work) | {"slice": work.name} for work in plan.work],
+        "plan": [asdict(work) for work in plan.work],
         "tokens_per_round": plan.sequences * config.data.seq_len,
         "total_tokens": config.train.total_tokens,
         "codec": config.exchange.codec,
@@ -96,14 +96,16 @@ def derived_rows(
         (
             "round",
             f"{format_count(round_tokens)} tokens, {-(-tokens // round_tokens)} rounds, "
-            f"straggler idle {format_share(plan.straggler_idle)} of compute",
+            f"{config.balance.mode} work with straggler idle "
+            f"{format_share(plan.straggler_idle)} of compute",
         ),
     ]
     rows += [
         (
             f"slice {w.name}",
-            f"batch {w.batch} x {w.inner_steps} inner steps of "
-            f"{format_seconds(w.seconds_per_step)} = {format_seconds(w.compute_seconds)}",
+            f"{w.strategy}, batch {w.batch} ({format_count(w.batch * seq_len)} tokens a step), "
+            f"{w.inner_steps} inner steps of {format_seconds(w.seconds_per_step)} = "
+            f"{format_seconds(w.compute_seconds)}",
         )
         for w in plan.work
     ]

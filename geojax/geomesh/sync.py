@@ -121,12 +121,13 @@ class Synchronizer:
         messages = [self._message(round_, c, self._layout) for c in contributions]
         with _Timer() as timer:
             received = self._exchange.all_gather(messages)
-        results, agreement, headers = [], Agreement(), []
+        results, headers, bodies = [], [], []
         for row in received:
             headers, bodies = self._open(round_, row)
             out = _empty_like(contributions[0].pseudo_gradient)
-            merged, agreement = self._merge_into(out, headers, bodies, self._layout)
+            merged = self._merge_into(out, headers, bodies, self._layout)
             results.append(out if merged else None)
+        agreement = self._agreement(headers, bodies, self._layout)
         sent = wire_bytes("gather", len(self._names), messages[0].size)
         return Merged(
             _all_or_none(results), headers, agreement, [sent] * len(contributions), timer.seconds
@@ -141,9 +142,9 @@ class Synchronizer:
             headers, bodies = self._open(round_, row)
             flat = self._shards[c.index].flattened()
             out = [np.empty(flat.num_elements, np.float32)]
-            merged, seen = self._merge_into(out, headers, bodies, flat)
+            merged = self._merge_into(out, headers, bodies, flat)
             merged_any |= merged
-            agreement += seen
+            agreement += self._agreement(headers, bodies, flat)
             shards.append(self._merged_shard(round_, c, flat, out if merged else None))
         with timer:
             gathered = self._exchange.all_gather(shards)
@@ -184,13 +185,21 @@ class Synchronizer:
 
     def _merge_into(
         self, out: Leaves, headers: Sequence[Header], bodies: Sequence[Message], layout: Layout
-    ) -> tuple[bool, Agreement]:
+    ) -> bool:
+        """Whether there was anything to merge."""
         weights = merge_weights(headers, self._merge)
         if weights is None:
-            return False, Agreement()
-        bodies = [body for body, header in zip(bodies, headers, strict=True) if header.tokens]
-        decode(bodies, [w for w in weights if w], layout, out)
-        return True, sign_agreement(bodies, layout)
+            return False
+        joined = [body for body, header in zip(bodies, headers, strict=True) if header.tokens]
+        decode(joined, [w for w in weights if w], layout, out)
+        return True
+
+    @staticmethod
+    def _agreement(
+        headers: Sequence[Header], bodies: Sequence[Message], layout: Layout
+    ) -> Agreement:
+        joined = [body for body, header in zip(bodies, headers, strict=True) if header.tokens]
+        return sign_agreement(joined, layout)
 
 
 class _Timer:

@@ -49,7 +49,8 @@ from geojax.train.checkpoint import Checkpoints
 from geojax.train.evaluate import make_evaluate
 from geojax.train.step import make_inner_loop, make_loss
 
-_CHUNK_STEPS = 32  # inner steps between looks at `stop`
+_CHUNK_STEPS = 32  # inner steps between looks at `stop`, at most
+_CHUNK_SECONDS = 5.0  # the same, where the seconds of a step are known
 
 
 class LostRunError(RunError):
@@ -93,7 +94,7 @@ class Trainer:
         self._names = [s.name for s in config.slices]
         self._metrics = metrics
         self._checkpoints = checkpoints
-        self._corpus_name = corpus.folder.name
+        self._corpus = corpus
         self._stop = stop
         data = config.data
         self._sequences = TrainSequences(corpus, data.seq_len, data.seed, data.document_mask)
@@ -118,6 +119,7 @@ class Trainer:
         self._synchronizer = Synchronizer(
             layout, self._exchange, self._names, schedule, config.outer.merge
         )
+        self._shapes = jax.tree.leaves(params)
         self._outer_step = OuterStep(config.outer)
         self.traffic = traffic(config)
         meta = None if checkpoints.empty else checkpoints.meta()
@@ -134,6 +136,9 @@ class Trainer:
 
         # The same for all slices, so that those of one batch size share one compiled loop.
         chunk_steps = min(_CHUNK_STEPS, max(w.inner_steps for w in self.plan.work))
+        if config.clock.kind == "measured":
+            slowest = max(w.seconds_per_step for w in self.plan.work)
+            chunk_steps = max(1, min(chunk_steps, int(_CHUNK_SECONDS / slowest)))
         self.workers = []
         for index, (work, row) in enumerate(zip(self.plan.work, devices, strict=True)):
             outer = self._outer_step.init(params)
@@ -187,6 +192,7 @@ class Trainer:
                 self._save(mid_round=False)
             if self.tokens < total and self._stop.is_set():
                 return False
+        self._checkpoints.wait()  # a run that says it ended can be read from its checkpoint
         self._metrics.write(
             "end",
             round=position.round,
@@ -200,10 +206,17 @@ class Trainer:
         """Compile what rounds run, so that none of them is longer for it."""
         for worker in self.workers:
             worker.compile(self.config.data.seq_len)
-        nothing = [np.zeros_like(x) for x in jax.tree.leaves(self.workers[0].outer.params)]
-        self._synchronizer.exchange(
-            0, [Contribution(w.index, nothing, 0, 0, w.feedback) for w in self.workers]
-        )
+        self._empty_exchange()
+        self._check_copies()
+        params = self.workers[0].outer.params
+        nothing = [np.zeros_like(x) for x in jax.tree.leaves(params)]
+        self._outer_step.apply(self._outer_step.init(params), nothing, 0.0)
+
+    def _empty_exchange(self) -> float:
+        """An exchange of messages that no slice joins, which changes nothing; its real seconds."""
+        nothing = [np.zeros(x.shape, np.float32) for x in self._shapes]
+        absent = [Contribution(i, nothing, 0, 0, None) for i in range(len(self._names))]
+        return self._synchronizer.exchange(0, absent).exchange_seconds
 
     def _make_plan(self, devices, loop, params) -> Plan:
         if self.config.clock.kind == "modelled":
@@ -211,17 +224,10 @@ class Trainer:
         else:
             profiles = measured_profiles(self.config, devices, loop, params)
         seconds = self.exchange_seconds
-        if seconds is None:
-            seconds = self._measure_exchange()
-        return make_plan(profiles, self.config.balance, seconds)
-
-    def _measure_exchange(self) -> float:
-        """Real seconds to move one message, the second time, when it is compiled."""
-        message = np.zeros(self.traffic.payload_bytes, np.uint8)
-        for _ in range(2):
-            started = time.perf_counter()
-            self._exchange.all_gather([message] * len(self._names))
-        return time.perf_counter() - started
+        if seconds is None and self.config.balance.sync_share:
+            self._empty_exchange()
+            seconds = self._empty_exchange()  # the first one compiled
+        return make_plan(profiles, self.config.balance, seconds or 0.0)
 
     def _inner_steps(self, shares: Sequence[range], cursor: int) -> None:
         """What is left of the round's inner steps; slices on other devices work side by side."""
@@ -297,9 +303,9 @@ class Trainer:
         limit = self.config.train.anomalies.max_lost_rounds
         if position.lost_rounds >= limit:
             raise LostRunError(
-                f"no slice could join the last {position.lost_rounds} rounds; lower "
-                "train.optimizer.learning_rate, look at the data, or raise "
-                f"train.anomalies.max_lost_rounds ({limit})"
+                f"no slice could join the last {position.lost_rounds} rounds "
+                f"(train.anomalies.max_lost_rounds {limit}); look at the data, lower "
+                "train.optimizer.learning_rate in the run's config.json and resume, or start anew"
             )
 
     def _contribution(self, worker: Worker) -> Contribution:
@@ -342,7 +348,9 @@ class Trainer:
             "position": asdict(self.position) | {"wall_seconds": self._wall_seconds()},
             "plan": [asdict(work) for work in self.plan.work],
             "mid_round": mid_round,
-            "corpus": self._corpus_name,
+            "corpus": self._corpus.folder.name,
+            "tokenizer": self._corpus.tokenizer_fingerprint,
+            "identity": _identity(self.config),
             "progress": [asdict(w.progress) for w in self.workers],
         }
         self._checkpoints.save(state, meta)
@@ -356,10 +364,18 @@ class Trainer:
             "config that wrote it",
         )
         require(
-            meta["corpus"] == corpus.folder.name,
-            f"the text of data.source is not what the run began with (corpus {corpus.folder.name}, "
-            f"then {meta['corpus']}); put the old text back, or start a new run",
+            (meta["corpus"], meta["tokenizer"])
+            == (corpus.folder.name, corpus.tokenizer_fingerprint),
+            "the text or tokenizer is not what the run began with (corpus "
+            f"{corpus.folder.name}, tokenizer {corpus.tokenizer_fingerprint}; then "
+            f"{meta['corpus']}, {meta['tokenizer']}); put the old ones back, or start a new run",
         )
+        for part, value in _identity(self.config).items():
+            require(
+                meta["identity"][part] == value,
+                f"{part} in config.json is {value}, but {meta['identity'][part]} in the "
+                "checkpoint, of which it is a part; put it back, or start a new run",
+            )
 
     def _restore(self, meta: dict[str, Any]) -> None:
         abstract = jax.eval_shape(lambda: _checkpoint_tree(self.workers, meta["mid_round"]))
@@ -372,6 +388,21 @@ class Trainer:
 
     def _wall_seconds(self) -> float:
         return self.position.wall_seconds + time.perf_counter() - self._resumed_at
+
+
+def _identity(config: RunConfig) -> dict[str, Any]:
+    """What may not change between a checkpoint and the run that continues it, as JSON."""
+    parts = {
+        "model": asdict(config.model),
+        "data": asdict(config.data),
+        "exchange": asdict(config.exchange),
+    }
+    return {
+        f"{part}.{name}": list(value) if isinstance(value, tuple) else value
+        for part, fields in parts.items()
+        for name, value in fields.items()
+        if name not in ("source", "tokenizer")  # their result is compared
+    }
 
 
 def _checkpoint_tree(workers: Sequence[Worker], mid_round: bool) -> dict[str, Any]:

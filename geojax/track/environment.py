@@ -23,6 +23,13 @@ def versions() -> dict[str, str]:
     return {package: version(package) for package in _PACKAGES}
 
 
+def usable_cores() -> list[int]:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
 def _cpu_model() -> str:
     cpuinfo = Path("/proc/cpuinfo")  # Linux; elsewhere, and on some Arm, the platform must do
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []

@@ -7,6 +7,8 @@ arrays handed over are copied first, so the run may change its own.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -14,9 +16,9 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from geojax.config import CheckpointConfig, ConfigError
+from geojax.config import CheckpointConfig, ConfigError, RunError
 
-logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax narrates every save
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax narrates; its errors are raised too
 
 
 class Checkpoints:
@@ -44,12 +46,13 @@ class Checkpoints:
     def save(self, state: Any, meta: dict[str, Any]) -> None:
         """Save a pytree of arrays and JSON-able facts about it, in the background.
 
-        Waits for a save that is still going on.
+        Waits for a save that is still going on; RunError where that one failed.
         """
         latest = self._checkpointer.latest
         copied = jax.tree.map(lambda x: np.array(x, copy=True), state)
         number = latest.step + 1 if latest else 0
-        self._checkpointer.save_async(number, copied, force=True, custom_metadata=meta)
+        with self._writing():
+            self._checkpointer.save_async(number, copied, force=True, custom_metadata=meta)
 
     def restore(self, abstract: Any) -> tuple[Any, dict[str, Any]]:
         """State and facts of the newest checkpoint on disk; `abstract` is a pytree of its shapes.
@@ -65,9 +68,26 @@ class Checkpoints:
         """Facts of the newest checkpoint on disk, before any save of this object's."""
         return cast(dict[str, Any], self._checkpointer.metadata().custom_metadata)
 
+    def wait(self) -> None:
+        """Wait until the last save is on disk; RunError where it failed."""
+        with self._writing():
+            self._checkpointer.wait()
+
     def close(self) -> None:
-        """Wait until the last save is on disk."""
-        self._checkpointer.close()
+        """Wait until the last save is on disk; RunError where it, or one before, failed."""
+        with self._writing():
+            self._checkpointer.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever the storage raises, a full disk among it
+            reason = " ".join(str(error).split())[:200]
+            raise RunError(
+                f"a checkpoint could not be written to {self._checkpointer.directory}: {reason}; "
+                "those before it are whole: make room, then go on with `geojax train --resume`"
+            ) from error
 
 
 def _check_shapes(stored: Any, abstract: Any, folder: Any) -> None:
