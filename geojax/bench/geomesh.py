@@ -71,9 +71,9 @@ def run_bench(folder: Path, jobs: int, seeds: int, json_path: Path | None) -> No
     rows = {name: _against(found, results["diloco"]) for name, found in results.items()}
     console.print(_bench_table(rows))
     console.print(
-        f"Means over {seeds} seeds, +- standard deviation; against DiLoCo seed by seed. Times: "
-        "modelled clock, 150M parameters. Hours for the same tokens are scaled so that DiLoCo "
-        "takes the published 12.0."
+        f"Means over {seeds} seeds ± standard deviation. Time saved to the target perplexity, and "
+        "perplexity over DiLoCo's, seed by seed. Times: modelled clock, 150M parameters. Hours: "
+        "for the same tokens, scaled so that DiLoCo takes the published 12.0."
     )
     content = {
         "summary": rows,
@@ -171,15 +171,15 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
 def _bench_table(rows: dict[str, dict]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     headings = (
-        "time saved\nto target",
+        "time\nsaved",
         "final\nperplexity",
         "over\nDiLoCo",
         "straggler\nidle",
         "WAN\nidle",
-        "hours, same\ntokens",
-        "pub-\nlished",
+        "\nhours",
+        "\npaper",
     )
-    table.add_column("\nmethod")
+    table.add_column("\nmethod", no_wrap=True)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for name, row in rows.items():
@@ -201,7 +201,7 @@ def _plus_minus(spread: dict | None, form: str) -> str:
         return "not reached"
     text = form.format(spread["mean"])
     if math.isfinite(spread["deviation"]):
-        text += " +- " + form.format(spread["deviation"])
+        text += "±" + form.format(spread["deviation"])
     return text
 
 

@@ -5,7 +5,7 @@ Invariant: for every slice compute + straggler wait + WAN wait + outer step = th
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from geojax.config import RunConfig
 from geojax.geomesh.balance import Option, Plan, SliceProfile
@@ -37,6 +37,7 @@ class RoundTimes(NamedTuple):
         return self.inner - self.compute[index]
 
 
+@runtime_checkable
 class Clock(Protocol):
     """Where a run's times come from."""
 

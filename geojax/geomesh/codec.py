@@ -24,7 +24,7 @@ from geojax.geomesh.layout import Layout, Segment
 
 Leaves = Sequence[Float32[np.ndarray, "..."]]
 """Leaves of a parameter pytree, in its order, each C-contiguous float32."""
-Message = UInt8[np.ndarray, " n"]
+Message = UInt8[np.ndarray, "_"]
 
 _TILE = 1 << 19
 _THREADED = 1 << 22

@@ -15,7 +15,7 @@ from jaxtyping import UInt8
 
 from geojax.meshes.axes import SLICE, slice_mesh
 
-Message = UInt8[np.ndarray, " n"]
+Message = UInt8[np.ndarray, "_"]
 
 
 class MeshExchange:

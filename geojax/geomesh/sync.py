@@ -12,7 +12,7 @@ result again, with error feedback of its own, and sends it to all.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32
@@ -34,6 +34,7 @@ from geojax.meshes.wan import wire_bytes
 _LARGEST = 1e30  # sums over a tile and over slices do not overflow
 
 
+@runtime_checkable
 class Exchange(Protocol):
     """An engine that moves bytes between all slices; this process holds some of them."""
 
@@ -208,7 +209,7 @@ class _Timer:
     def __init__(self):
         self.seconds = 0.0
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "_Timer":
         self._started = time.perf_counter()
         return self
 

@@ -7,7 +7,6 @@ control characters, each whole when it appears.
 
 from collections.abc import Iterable, Sequence
 from itertools import count
-from typing import Self
 
 from rich.console import Console
 from rich.filesize import decimal, pick_unit_and_suffix
@@ -61,7 +60,7 @@ class RunConsole:
             "training", total=total_tokens, completed=tokens, done=format_count(tokens)
         )
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "RunConsole":
         self._progress.start()
         return self
 

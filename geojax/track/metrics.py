@@ -11,7 +11,7 @@ import math
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from geojax.config import ConfigError
 
@@ -63,7 +63,7 @@ class MetricsWriter:
         """Close the file; a closed writer cannot write."""
         self._file.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *_: object) -> None:

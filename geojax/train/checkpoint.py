@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -33,7 +33,7 @@ class Checkpoints:
             cleanup_tmp_directories=True,
         )
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, *_: object) -> None:

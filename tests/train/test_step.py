@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,11 +78,11 @@ def divided(batch, micro_batches):
 
 
 def assert_close(a, b, tolerance):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), a, b)
+    chex.assert_trees_all_close(a, b, **tolerance)
 
 
 def assert_same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
+    chex.assert_trees_all_equal(a, b)
 
 
 # float32 sums in another order: a few roundings of 6e-8 on gradients of size 0.01 to 1.
