@@ -54,7 +54,7 @@ BAD_PARTS = [
         {"kind": "modelled", "wan": WAN, "seq_len": 0},
         "clock.seq_len 0 must be at least 1",
     ),
-    (SliceConfig, {"name": ""}, "a slice needs a name"),
+    (SliceConfig, {"name": ""}, "slices: a name is empty; name each slice"),
     (SliceConfig, {"name": "a", "devices": 0}, "slice a: devices 0 must be at least 1"),
     (SliceConfig, {"name": "a", "gpus": 0}, "slice a: gpus 0 must be at least 1"),
     (SliceConfig, {"name": "a", "speed": 0.0}, "slice a: speed 0.0 must be above 0"),

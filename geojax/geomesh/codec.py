@@ -42,31 +42,30 @@ _SIGNS = np.float32(1) - 2 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, Non
 
 
 @dataclass(frozen=True)
-class Energy:
-    """Squared norm of what was sign-coded, and of the part that its message carries."""
+class Share:
+    """A part of a total, summed over pieces of a message."""
 
-    total: float = 0.0
-    captured: float = 0.0
+    part: float = 0
+    total: float = 0
 
-    def __add__(self, other: "Energy") -> "Energy":
-        return Energy(self.total + other.total, self.captured + other.captured)
+    def __add__(self, other: "Share") -> "Share":
+        return Share(self.part + other.part, self.total + other.total)
 
     @property
     def fraction(self) -> float | None:
-        return self.captured / self.total if self.total else None
+        return self.part / self.total if self.total else None
 
 
-def encode(
-    leaves: Leaves, layout: Layout, residual: Leaves | None = None
-) -> tuple[Message, Energy]:
-    """The elements of `layout` as `layout.num_bytes` bytes, and the energy they carry.
+def encode(leaves: Leaves, layout: Layout, residual: Leaves | None = None) -> tuple[Message, Share]:
+    """The elements of `layout` as `layout.num_bytes` bytes, and the share of energy (squared norm)
+    of what is sign-coded that they carry.
 
     With error feedback, `residual` (shaped like `leaves`) is added first and overwritten, in place,
     with what the message does not carry.
     """
     message = np.empty(layout.num_bytes, np.uint8)
 
-    def encode_rows(segment: Segment, rows: slice, body: Message) -> Energy:
+    def encode_rows(segment: Segment, rows: slice, body: Message) -> Share:
         x = _groups(leaves, segment)[rows]
         error = None if residual is None else _groups(residual, segment)[rows]
         scales, elements = (part[rows] for part in _split(segment, body))
@@ -76,9 +75,9 @@ def encode(
             _encode_int8(x, error, scales, elements)
         else:
             _encode_float(x, error, elements)
-        return Energy()
+        return Share()
 
-    return message, sum(_over_rows(encode_rows, layout, message), Energy())
+    return message, sum(_over_rows(encode_rows, layout, message), Share())
 
 
 def decode(
@@ -108,25 +107,12 @@ def decode(
         pass
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """Signs that agree, counted over pairs of messages and the elements of each."""
+def sign_agreement(messages: Sequence[Message], layout: Layout) -> Share:
+    """Signs that agree, over all pairs of messages: 0.5 of the total where they are unrelated.
 
-    agree: int = 0
-    total: int = 0
-
-    def __add__(self, other: "Agreement") -> "Agreement":
-        return Agreement(self.agree + other.agree, self.total + other.total)
-
-    @property
-    def fraction(self) -> float | None:
-        """0.5 where signs are unrelated, 1 where they are equal."""
-        return self.agree / self.total if self.total else None
-
-
-def sign_agreement(messages: Sequence[Message], layout: Layout) -> Agreement:
-    """How far messages agree in sign; nothing is counted where a layout has no signs."""
-    result = Agreement()
+    Nothing is counted where a layout has no signs.
+    """
+    result = Share()
     for segment, *bodies in _bodies(layout, *messages):
         if segment.codec != "sign":
             continue
@@ -134,11 +120,11 @@ def sign_agreement(messages: Sequence[Message], layout: Layout) -> Agreement:
         for i, first in enumerate(elements):
             for second in elements[i + 1 :]:
                 differ = int(np.bitwise_count(first ^ second).sum())
-                result += Agreement(segment.size - differ, segment.size)
+                result += Share(segment.size - differ, segment.size)
     return result
 
 
-def _encode_sign(x, error, scales, elements) -> Energy:
+def _encode_sign(x, error, scales, elements) -> Share:
     total = np.zeros(len(x))
     norm = 0.0
     for columns in _column_runs(x.shape[1]):
@@ -151,7 +137,7 @@ def _encode_sign(x, error, scales, elements) -> Energy:
         norm += float(np.vdot(tile, tile))
         if error is not None:
             tile -= np.copysign(scales[:, None], tile)
-    return Energy(norm, float(np.square(scales, dtype=np.float64).sum()) * x.shape[1])
+    return Share(float(np.square(scales, dtype=np.float64).sum()) * x.shape[1], norm)
 
 
 def _encode_int8(x, error, scales, elements) -> None:

@@ -11,17 +11,16 @@ result again, with error feedback of its own, and sends it to all.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32
 
 from geojax.geomesh.codec import (
-    Agreement,
-    Energy,
     Leaves,
     Message,
+    Share,
     decode,
     encode,
     sign_agreement,
@@ -64,7 +63,7 @@ class Contribution:
     """0: the slice is left out."""
     steps: int
     feedback: ErrorFeedback | None
-    energy: Energy = field(default_factory=Energy)
+    energy: Share = Share()
     """Set by the exchange."""
 
 
@@ -76,7 +75,7 @@ class Merged(NamedTuple):
     out."""
     headers: list[Header]
     """Of all slices, in order; no tokens: left out."""
-    agreement: Agreement
+    agreement: Share
     sent_bytes: list[int]
     """By each local slice, to other slices."""
     exchange_seconds: float
@@ -138,7 +137,7 @@ class Synchronizer:
         sending = [[self._message(round_, c, s) for s in self._shards] for c in contributions]
         with _Timer() as timer:
             received = self._exchange.all_to_all(sending)
-        agreement, headers, merged_any, shards = Agreement(), [], False, []
+        agreement, headers, merged_any, shards = Share(), [], False, []
         for c, row in zip(contributions, received, strict=True):
             headers, bodies = self._open(round_, row)
             flat = self._shards[c.index].flattened()
@@ -196,9 +195,7 @@ class Synchronizer:
         return True
 
     @staticmethod
-    def _agreement(
-        headers: Sequence[Header], bodies: Sequence[Message], layout: Layout
-    ) -> Agreement:
+    def _agreement(headers: Sequence[Header], bodies: Sequence[Message], layout: Layout) -> Share:
         joined = [body for body, header in zip(bodies, headers, strict=True) if header.tokens]
         return sign_agreement(joined, layout)
 

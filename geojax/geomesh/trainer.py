@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 from geojax.config import ConfigError, RunConfig, RunError, require
 from geojax.data import Corpus, TrainSequences, ValidSequences, allot
 from geojax.geomesh.balance import Plan, SliceWork, make_plan
+from geojax.geomesh.checkpoint import Position, check_origin, checkpoint_tree, origin
 from geojax.geomesh.clock import (
     Clock,
     MeasuredClock,
@@ -55,23 +56,6 @@ _CHUNK_SECONDS = 5.0  # the same, where the seconds of a step are known
 
 class LostRunError(RunError):
     """No slice could join a round for too long."""
-
-
-@dataclass
-class Position:
-    """How far a run is, at its last round border; saved with every checkpoint."""
-
-    round: int = 0
-    cursor: int = 0
-    """Next global sample."""
-    seconds: float = 0.0
-    """On the run's clock."""
-    inner_seconds: float = 0.0
-    """Real time of the inner steps since then."""
-    lost_rounds: int = 0
-    """In a row that no slice could join."""
-    wall_seconds: float = 0.0
-    """Real time, over all processes that worked on the run."""
 
 
 class Trainer:
@@ -129,7 +113,7 @@ class Trainer:
             self.exchange_seconds = modelled_exchange_seconds(config, self.traffic.payload_bytes)
             self._clock = ModelledClock(self.exchange_seconds)
         if meta:
-            self._check_origin(meta, corpus)
+            check_origin(meta, config, corpus)
             self.plan = Plan(tuple(SliceWork(**work) for work in meta["plan"]))
         else:
             self.plan = self._make_plan(devices, loop, params)
@@ -343,42 +327,17 @@ class Trainer:
         console.eval_line(record)
 
     def _save(self, mid_round: bool) -> None:
-        state = _checkpoint_tree(self.workers, mid_round)
-        meta = {
+        state = checkpoint_tree(self.workers, mid_round)
+        meta = origin(self.config, self._corpus) | {
             "position": asdict(self.position) | {"wall_seconds": self._wall_seconds()},
             "plan": [asdict(work) for work in self.plan.work],
             "mid_round": mid_round,
-            "corpus": self._corpus.folder.name,
-            "tokenizer": self._corpus.tokenizer_fingerprint,
-            "identity": _identity(self.config),
             "progress": [asdict(w.progress) for w in self.workers],
         }
         self._checkpoints.save(state, meta)
 
-    def _check_origin(self, meta: dict[str, Any], corpus: Corpus) -> None:
-        """ConfigError where the checkpoint is of other slices or of other text."""
-        theirs = [work["name"] for work in meta["plan"]]
-        require(
-            theirs == self._names,
-            f"the checkpoint is of slices {theirs}, the config of {self._names}; resume with the "
-            "config that wrote it",
-        )
-        require(
-            (meta["corpus"], meta["tokenizer"])
-            == (corpus.folder.name, corpus.tokenizer_fingerprint),
-            "the text or tokenizer is not what the run began with (corpus "
-            f"{corpus.folder.name}, tokenizer {corpus.tokenizer_fingerprint}; then "
-            f"{meta['corpus']}, {meta['tokenizer']}); put the old ones back, or start a new run",
-        )
-        for part, value in _identity(self.config).items():
-            require(
-                meta["identity"][part] == value,
-                f"{part} in config.json is {value}, but {meta['identity'][part]} in the "
-                "checkpoint, of which it is a part; put it back, or start a new run",
-            )
-
     def _restore(self, meta: dict[str, Any]) -> None:
-        abstract = jax.eval_shape(lambda: _checkpoint_tree(self.workers, meta["mid_round"]))
+        abstract = jax.eval_shape(lambda: checkpoint_tree(self.workers, meta["mid_round"]))
         state, meta = self._checkpoints.restore(abstract)
         self.position = Position(**meta["position"])
         for worker, progress in zip(self.workers, meta["progress"], strict=True):
@@ -388,31 +347,6 @@ class Trainer:
 
     def _wall_seconds(self) -> float:
         return self.position.wall_seconds + time.perf_counter() - self._resumed_at
-
-
-def _identity(config: RunConfig) -> dict[str, Any]:
-    """What may not change between a checkpoint and the run that continues it, as JSON."""
-    parts = {
-        "model": asdict(config.model),
-        "data": asdict(config.data),
-        "exchange": asdict(config.exchange),
-    }
-    return {
-        f"{part}.{name}": list(value) if isinstance(value, tuple) else value
-        for part, fields in parts.items()
-        for name, value in fields.items()
-        if name not in ("source", "tokenizer")  # their result is compared
-    }
-
-
-def _checkpoint_tree(workers: Sequence[Worker], mid_round: bool) -> dict[str, Any]:
-    """The copies of the shared state are equal, so one is kept."""
-    shared = workers[0].outer
-    return {
-        "params": shared.params,
-        "outer_opt_state": shared.opt_state,
-        "slices": {w.work.name: w.checkpoint(mid_round) for w in workers},
-    }
 
 
 def _sharing_devices(workers: Sequence[Worker]) -> list[list[Worker]]:

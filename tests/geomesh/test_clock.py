@@ -121,6 +121,7 @@ def test_profiles_of_gpus_know_speed_and_memory(optimizer):
     config = replace(
         config,
         slices=slices,
+        train=replace(config.train, compute_dtype="bfloat16"),
         clock=replace(config.clock, base_step_seconds=None, base_batch=None),
         balance=BalanceConfig(inner_steps=20, batch_sizes=(1, 4, 16, 64, 256, 1024)),
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from geojax.config import ExchangeConfig
-from geojax.geomesh.codec import decode, encode, sign_agreement
+from geojax.geomesh.codec import Share, decode, encode, sign_agreement
 from geojax.geomesh.layout import Layout, Segment, make_layout
 
 CODECS = ("sign", "int8", "fp16", "bf16", "fp32")
@@ -244,7 +244,7 @@ def test_captured_energy():
     assert energy.fraction == pytest.approx(captured / total, rel=1e-5)  # float32 sums of 3e5
     # What is captured and what is kept are orthogonal: |x|^2 = |sent|^2 + |residual|^2.
     kept = sum(float(np.square(r, dtype=np.float64).sum()) for r in residual)
-    assert energy.captured + kept == pytest.approx(energy.total, rel=1e-5)
+    assert energy.part + kept == pytest.approx(energy.total, rel=1e-5)
 
 
 def test_sign_agreement_counts_equal_signs_over_pairs():
@@ -253,7 +253,7 @@ def test_sign_agreement_counts_equal_signs_over_pairs():
     messages = [encode(leaves, layout)[0] for leaves in rows]
     signs = [np.concatenate([np.signbit(x) for x in leaves]) for leaves in rows]
     equal = sum(int((signs[i] == signs[j]).sum()) for i, j in ((0, 1), (0, 2), (1, 2)))
-    assert sign_agreement(messages, layout) == (equal, 3 * 1071)
+    assert sign_agreement(messages, layout) == Share(equal, 3 * 1071)
     assert sign_agreement([messages[0]] * 2, layout).fraction == 1
     opposite = encode([-x for x in rows[0]], layout)[0]
     assert sign_agreement([messages[0], opposite], layout).fraction == 0
