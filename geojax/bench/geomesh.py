@@ -87,8 +87,8 @@ def tune(methods: Sequence[str], folder: Path, jobs: int, json_path: Path | None
     require(methods, f"name at least one method to tune, of {list(METHODS)}")
     console = Console(highlight=False)
     configs = {}
+    known = [m for m in METHODS if m != "data-parallel"]  # its outer optimizer is not SGD
     for method in methods:
-        known = [m for m in METHODS if m != "data-parallel"]  # its outer optimizer is not SGD
         require(method in known, f"no method {method!r} to tune; use one of {known}")
         for name, config in _settings(METHODS[method](demo())):
             shown = replace(config.eval, first=TUNE_FIRST)

@@ -103,7 +103,7 @@ class Trainer:
         self._synchronizer = Synchronizer(
             layout, self._exchange, self._names, schedule, config.outer.merge
         )
-        self._shapes = jax.tree.leaves(params)
+        self._shapes = [x.shape for x in jax.tree.leaves(params)]
         self._outer_step = OuterStep(config.outer)
         self.traffic = traffic(config)
         meta = None if checkpoints.empty else checkpoints.meta()
@@ -192,13 +192,16 @@ class Trainer:
             worker.compile(self.config.data.seq_len)
         self._empty_exchange()
         self._check_copies()
-        params = self.workers[0].outer.params
-        nothing = [np.zeros_like(x) for x in jax.tree.leaves(params)]
-        self._outer_step.apply(self._outer_step.init(params), nothing, 0.0)
+        spare = self._outer_step.init(self.workers[0].outer.params)
+        self._outer_step.apply(spare, self._no_change(), 0.0)
+
+    def _no_change(self) -> list[np.ndarray]:
+        """A pseudo-gradient of zeros."""
+        return [np.zeros(shape, np.float32) for shape in self._shapes]
 
     def _empty_exchange(self) -> float:
         """An exchange of messages that no slice joins, which changes nothing; its real seconds."""
-        nothing = [np.zeros(x.shape, np.float32) for x in self._shapes]
+        nothing = self._no_change()
         absent = [Contribution(i, nothing, 0, 0, None) for i in range(len(self._names))]
         return self._synchronizer.exchange(0, absent).exchange_seconds
 
