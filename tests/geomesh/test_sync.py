@@ -121,7 +121,7 @@ def copy(feedback: Sequence[ErrorFeedback]) -> list[ErrorFeedback]:
 
 def roundtrip(leaves, layout: Layout) -> list[np.ndarray]:
     message, _ = encode(leaves, layout)
-    out = [np.empty_like(leaf) for leaf in leaves]
+    out = [np.zeros_like(leaf) for leaf in leaves]
     decode([message], [1.0], layout, out)
     return out
 
