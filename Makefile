@@ -3,7 +3,9 @@
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-full lint format bench clean
+AOT := .venv-aot
+
+.PHONY: demo test test-full test-aot lint format bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/geojax demo
@@ -13,6 +15,10 @@ test: $(VENV)/.ready
 
 test-full: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --durations 0
+
+# Programs compiled for GPUs that are not here: a quarter of a gigabyte more to download.
+test-aot: $(AOT)/.ready
+	$(AOT)/bin/python -m pytest -m "aot and not full" --durations 5
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
@@ -25,10 +31,15 @@ format: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/codec.py
+	$(BIN)/python benchmarks/program.py
+	$(BIN)/python benchmarks/reshard.py
 	$(BIN)/geojax bench geomesh
 
 $(VENV)/.ready: pyproject.toml constraints.txt scripts/setup
-	@PYTHON="$(PYTHON)" sh scripts/setup $(VENV)
+	@PYTHON="$(PYTHON)" sh scripts/setup $(VENV) test,lint
+
+$(AOT)/.ready: pyproject.toml constraints.txt scripts/setup
+	@PYTHON="$(PYTHON)" sh scripts/setup $(AOT) test,aot
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(AOT) build *.egg-info

@@ -8,11 +8,21 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 
-from geojax.config import ConfigError, RunConfig
+from geojax.config import ConfigError, OptimizerConfig, RunConfig
 from geojax.configs.geomesh import METHODS, UNTUNED, demo, published
 from geojax.configs.quickstart import quickstart
+from geojax.configs.strategies import large, tiny
+from geojax.models.config import get_model
 
 __all__ = ["METHODS", "PRESETS", "Preset", "demo", "load_config"]
+
+
+# Learning rates as published: Brown et al. 2020, Devlin et al. 2019, Grattafiori et al. 2024.
+_LARGE = {
+    "gpt-3-1.3b": ("dp8-tp1-pp1-mb4-gb512-zero-full", 2e-4, 2048),
+    "bert-large": ("dp8-tp1-pp1-mb16-gb256", 1e-4, 512),
+    "llama-3.2-1b": ("dp8-tp1-pp1-mb2-gb256-zero-full", 3e-4, 4096),
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,13 @@ def _presets() -> dict[str, Preset]:
                 make = partial(lambda m, s: m(published(s), UNTUNED), method, size)
                 line = f"{_first_line(method)} {size.upper()}, C4, 4 GPUs."
                 presets[f"{name}-{size}"] = Preset(make, line)
+    for name in ("llama-tiny", "gpt-tiny", "bert-tiny"):
+        line = f"{_first_line(tiny)[:-1]}; {get_model(name).family}."
+        presets[name] = Preset(partial(tiny, name), line)
+    for name, (strategy, rate, seq_len) in _LARGE.items():
+        optimizer = OptimizerConfig(name="adamw", learning_rate=rate, weight_decay=0.1)
+        make = partial(large, name, strategy, optimizer, seq_len)
+        presets[name] = Preset(make, f"{_first_line(large)[:-1]}, by {strategy}.")
     return presets
 
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
-from geojax.config import ConfigError, RunConfig, RunError
+from geojax.config import ClusterConfig, ConfigError, DataConfig, RunConfig, RunError
 from geojax.track.environment import usable_cores
 
 
@@ -25,7 +25,7 @@ def train(args: list[str]) -> int:
 
     if args and args[0] == "--resume":
         options = _parse(_Resume, args[1:], "geojax train --resume")
-        runs.resume(options.run)
+        runs.resume(options.run, None, options.strategy, options.cluster)
         return 0
     if not args or args[0].startswith("-"):
         return _presets_help("train", args)
@@ -87,10 +87,60 @@ def bench(args: list[str]) -> int:
     return 0
 
 
+def convert(args: list[str]) -> int:
+    """Weights from a run, Hugging Face safetensors or GGUF, to safetensors."""
+    from geojax.convert import run_convert
+
+    options = _parse(_Convert, args, "geojax convert")
+    run_convert(options.source, options.target, options.dtype)
+    return 0
+
+
+def evaluate(args: list[str]) -> int:
+    """Perplexity of converted weights on held-out text."""
+    from geojax.score import run_eval
+
+    options = _parse(_Eval, args, "geojax eval")
+    run_eval(options.folder, options.data, options.sequences, options.batch, options.json)
+    return 0
+
+
+def plan(args: list[str]) -> int:
+    """Strategies that fit a cluster, and how fast they would be; needs no GPU."""
+    from geojax.plan.command import PlanOptions, run_plan
+
+    run_plan(_parse(PlanOptions, args, "geojax plan"))
+    return 0
+
+
+def profile(args: list[str]) -> int:
+    """Time steps here: geojax profile strategies PRESET, geojax profile trace PRESET."""
+    known = {"strategies": _ProfileStrategies, "trace": _ProfileTrace}
+    if not args or args[0] not in known:
+        raise ConfigError(f"geojax profile wants one of {list(known)}, not {(args or [''])[0]!r}")
+    if len(args) < 2 or args[1].startswith("-"):
+        return _presets_help(f"profile {args[0]}", args[1:])
+    options = _parse_config(known[args[0]], args[1:], f"profile {args[0]}")
+    from geojax import platform
+    from geojax import profile as profiles
+
+    platform.apply(options.config.platform)
+    if isinstance(options, _ProfileTrace):
+        out = options.out or Path("runs") / f"trace-{options.config.name}"
+        profiles.profile_trace(options.config, options.steps, out)
+    else:
+        profiles.profile_strategies(options.config, options.strategies, options.steps, options.out)
+    return 0
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "data": data,
     "report": report,
+    "plan": plan,
+    "profile": profile,
+    "convert": convert,
+    "eval": evaluate,
     "demo": demo,
     "bench": bench,
 }
@@ -133,6 +183,10 @@ class _Resume:
 
     run: tyro.conf.Positional[Path]
     """Run folder."""
+    strategy: str | None = None
+    """Another strategy than before, such as dp2-tp2-pp2-mb1-gb16: on as many devices as it says."""
+    cluster: ClusterConfig = ClusterConfig()
+    """The processes that go on, where they are several."""
 
 
 @dataclass(frozen=True)
@@ -197,6 +251,58 @@ class _Train:
     config: Annotated[RunConfig, tyro.conf.arg(name="")]
     out: Path | None = None
     """Run folder; unset: runs/NAME."""
+
+
+@dataclass(frozen=True)
+class _ProfileStrategies:
+    """Any field of the config can be set."""
+
+    config: Annotated[RunConfig, tyro.conf.arg(name="")]
+    strategies: tuple[str, ...] = ()
+    """Which; unset: all legal ones of the config's global batch on the devices there are."""
+    steps: int = 5
+    """Steps to time of each."""
+    out: Path | None = None
+    """File for the calibration that `geojax plan --calibration` reads."""
+
+
+@dataclass(frozen=True)
+class _ProfileTrace:
+    """Any field of the config can be set."""
+
+    config: Annotated[RunConfig, tyro.conf.arg(name="")]
+    steps: int = 3
+    """Steps to trace."""
+    out: Path | None = None
+    """Folder of the trace; unset: runs/trace-NAME."""
+
+
+@dataclass(frozen=True)
+class _Convert:
+    """Weights from a run, Hugging Face safetensors or GGUF, to safetensors."""
+
+    source: tyro.conf.Positional[Path]
+    """Folder of a run or of a Hugging Face checkpoint, or a .gguf file."""
+    target: tyro.conf.Positional[Path]
+    """New folder for safetensors, config.json and tokenizer.json."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the tensors written."""
+
+
+@dataclass(frozen=True)
+class _Eval:
+    """Perplexity of converted weights on held-out text."""
+
+    folder: tyro.conf.Positional[Path]
+    """Folder that `geojax convert` wrote, or of a Hugging Face checkpoint."""
+    data: DataConfig = DataConfig(seq_len=512)
+    """Text; the tokenizer is the folder's own."""
+    sequences: int = 128
+    """Held-out sequences, from the first."""
+    batch: int = 4
+    """Sequences at once."""
+    json: Path | None = None
+    """File for the figures."""
 
 
 def _parse[T](options: type[T], args: list[str], prog: str, default: T | None = None) -> T:

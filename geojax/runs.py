@@ -11,14 +11,21 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
-from geojax.config import ConfigError, RunConfig, RunError
+from geojax.config import ClusterConfig, ConfigError, RunConfig, RunError, require
 from geojax.track.metrics import MetricsWriter, write_atomically
+
+if TYPE_CHECKING:
+    from geojax.data import Corpus
+    from geojax.platform import Watchdog
+    from geojax.train.checkpoint import Checkpoints
 
 _ADAPTER = TypeAdapter(RunConfig)
 
@@ -48,6 +55,8 @@ def start(config: RunConfig, folder: Path, console: Console | None = None) -> bo
     ConfigError before anything is written where the config or its text cannot be used, or where
     the folder holds something already.
     """
+    if not _join(config):  # the first process of the cluster makes the folder
+        return _run(config, folder, console)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
             f"{folder} exists already; continue the run in it with `geojax train --resume "
@@ -56,7 +65,8 @@ def start(config: RunConfig, folder: Path, console: Console | None = None) -> bo
     existed = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_config(config, folder / "config.json")
+        # Which processes work on it is not a fact of the run.
+        save_config(_with_cluster(config, ClusterConfig()), folder / "config.json")
     except OSError as error:
         raise ConfigError(f"cannot write the run into {folder}: {error}") from error
     try:
@@ -69,12 +79,29 @@ def start(config: RunConfig, folder: Path, console: Console | None = None) -> bo
         raise
 
 
-def resume(folder: Path, console: Console | None = None) -> bool:
+def resume(
+    folder: Path,
+    console: Console | None = None,
+    strategy: str | None = None,
+    cluster: ClusterConfig | None = None,
+) -> bool:
     """Continue the run in `folder` from its newest checkpoint, or from its start if it has none.
 
-    False if it was stopped again before its end, saved. ConfigError where it is not a run folder.
+    `strategy`: another than before, from now on; `cluster`: the processes that go on, where they
+    are several. False if it was stopped again before its end, saved. ConfigError where it is not a
+    run folder.
     """
-    return _run(read_config(folder / "config.json"), folder, console)
+    config = read_config(folder / "config.json")
+    if strategy is not None:
+        config = replace(config, strategy=strategy)
+    running = _with_cluster(config, cluster or ClusterConfig())
+    if _join(running) and strategy is not None:
+        save_config(config, folder / "config.json")
+    return _run(running, folder, console)
+
+
+def _with_cluster(config: RunConfig, cluster: ClusterConfig) -> RunConfig:
+    return replace(config, platform=replace(config.platform, cluster=cluster))
 
 
 @contextmanager
@@ -111,7 +138,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 def _run(config: RunConfig, folder: Path, console: Console | None) -> bool:
     try:
-        return _train(config, folder, console)
+        return _train(config, folder, console or Console(highlight=False))
     except OSError as error:
         raise RunError(
             f"cannot read or write what the run needs: {error}; put that right, then go on with "
@@ -119,32 +146,97 @@ def _run(config: RunConfig, folder: Path, console: Console | None) -> bool:
         ) from error
 
 
-def _train(config: RunConfig, folder: Path, console: Console | None) -> bool:
-    from geojax.data import describe, prepare
+def _train(config: RunConfig, folder: Path, output: Console) -> bool:
+    import jax
 
-    output = console or Console(highlight=False)
-    with stop_on_signals() as stop, _alone(folder):
-        from geojax.geomesh.trainer import Trainer
+    from geojax import platform
+
+    rows = platform.apply(config.platform)
+    first = jax.process_index() == 0
+    if not first:
+        output = Console(quiet=True)
+    with ExitStack() as stack:
+        stop = stack.enter_context(stop_on_signals())
+        if first:
+            stack.enter_context(_alone(folder))
+        from geojax.data import describe
         from geojax.track.console import RunConsole
         from geojax.train.checkpoint import Checkpoints
 
-        with (
-            MetricsWriter(folder / "metrics.jsonl") as metrics,
-            Checkpoints(folder / "checkpoints", config.checkpoint) as checkpoints,
-        ):
-            known = None if checkpoints.empty else checkpoints.meta()["corpus"]
-            corpus = prepare(
-                config.data, config.model.vocab_size, progress=output.print, known=known
-            )
-            trainer = Trainer(config, corpus, metrics, checkpoints, stop)
-            total = config.train.total_tokens
-            with RunConsole(total, config.clock.kind, trainer.tokens, output) as run_console:
-                run_console.header(f"{config.name} -> {folder}", describe(corpus))
-                run_console.header("derived", trainer.describe())
-                if trainer.resumed:
-                    done = " (its last)" if trainer.tokens >= total else ""
-                    run_console.header(f"resumed after round {trainer.position.round}{done}", [])
-                finished = trainer.run(run_console)
+        metrics = None
+        if first:
+            metrics = stack.enter_context(MetricsWriter(folder / "metrics.jsonl"))
+        checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", config.checkpoint))
+        corpus = _prepare(config, checkpoints, output)
+        watchdog = stack.enter_context(platform.Watchdog(config.platform.watchdog, folder))
+        trainer = _trainer(config, corpus, metrics, checkpoints, stop, watchdog)
+        total = config.train.total_tokens
+        console = RunConsole(total, config.clock.kind, trainer.tokens, output)
+        with console:
+            console.header(f"{config.name} -> {folder}", describe(corpus))
+            if rows:
+                console.header("platform", rows)
+            console.header("derived", trainer.describe())
+            if trainer.resumed:
+                done = " (its last)" if trainer.tokens >= total else ""
+                console.header(f"resumed after round {trainer.position.round}{done}", [])
+            finished = trainer.run(console)
     if not finished:
         output.print(f"stopped and saved; go on with `geojax train --resume {folder}`")
     return finished
+
+
+def _join(config: RunConfig) -> bool:
+    """Join the run's cluster, if it has one; whether this is its first process."""
+    if not config.platform.cluster.coordinator:
+        return True
+    import jax
+
+    from geojax import platform
+
+    platform.apply(config.platform)
+    platform.initialize(config.platform)
+    return jax.process_index() == 0
+
+
+def _trainer(
+    config: RunConfig,
+    corpus: "Corpus",
+    metrics: MetricsWriter | None,
+    checkpoints: "Checkpoints",
+    stop: threading.Event,
+    watchdog: "Watchdog",
+) -> Any:
+    """Of slices, or of one cluster."""
+    if not config.slices:
+        from geojax.train.trainer import Trainer as StrategyTrainer
+
+        return StrategyTrainer(config, corpus, metrics, checkpoints, stop, watchdog)
+    from geojax.geomesh.trainer import Trainer
+
+    require(
+        config.platform.cluster.processes == 1,
+        f"platform.cluster.processes {config.platform.cluster.processes}: slices share one process "
+        "so far; set it to 1, or give a strategy in place of slices",
+    )
+    assert metrics is not None, "one process is the first"
+    return Trainer(config, corpus, metrics, checkpoints, stop, watchdog)
+
+
+def _prepare(config: RunConfig, checkpoints: "Checkpoints", output: Console) -> "Corpus":
+    """The tokens; made by one process at a time, as processes may share a cache."""
+    import jax
+    from jax.experimental import multihost_utils
+
+    from geojax.data import prepare
+
+    known = None if checkpoints.empty else checkpoints.meta()["corpus"]
+    before = jax.process_index()
+    after = jax.process_count() - before
+    for turn in range(before):
+        multihost_utils.sync_global_devices(f"tokens of process {turn}")
+    corpus = prepare(config.data, config.model.vocab_size, progress=output.print, known=known)
+    if jax.process_count() > 1:
+        for turn in range(before, before + after):
+            multihost_utils.sync_global_devices(f"tokens of process {turn}")
+    return corpus

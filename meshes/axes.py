@@ -7,8 +7,14 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from geojax.meshes.strategy import Strategy
+
 DATA = "dp"
 """Sequences of a batch are spread over it; parameters are copies."""
+TENSOR = "tp"
+"""Heads, MLP width and vocabulary are spread over it."""
+PIPELINE = "pp"
+"""Layers are spread over it."""
 SLICE = "slice"
 """Slices that exchange pseudo-gradients."""
 
@@ -16,6 +22,20 @@ SLICE = "slice"
 def data_mesh(devices: Sequence[jax.Device]) -> Mesh:
     """One slice's devices, data-parallel."""
     return Mesh(np.asarray(devices), (DATA,), axis_types=(AxisType.Auto,))
+
+
+def strategy_mesh(strategy: Strategy, devices: Sequence[jax.Device]) -> Mesh:
+    """Devices as (pp, dp, tp): neighbours share layers, where most is sent.
+
+    ValueError where their number is not the strategy's.
+    """
+    if len(devices) != strategy.devices:
+        raise ValueError(
+            f"strategy {strategy} wants {strategy.devices} devices, and was given {len(devices)}"
+        )
+    shape = (strategy.pp, strategy.dp, strategy.tp)
+    axes = (PIPELINE, DATA, TENSOR)
+    return Mesh(np.asarray(devices).reshape(shape), axes, axis_types=(AxisType.Auto,) * 3)
 
 
 def slice_mesh(leaders: Sequence[jax.Device]) -> Mesh:

@@ -7,6 +7,13 @@ that exists is one that can be built.
 
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Literal
+
+VOCAB_MULTIPLE = 128
+"""Embeddings and heads are padded to whole multiples of it, so that tensor parallelism can divide
+them, and one checkpoint serves every mesh."""
+TOKEN_TYPES = 2
+"""Rows of a bert's table of token types: first and second sentence."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +44,17 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """One decoder of the Llama family: RMSNorm, rotary positions, grouped queries, SwiGLU."""
+    """One Transformer.
+
+    llama: causal; RMSNorm before each part, rotary positions, SwiGLU, no biases (Touvron et al.
+    2023). gpt: causal; LayerNorm before each part, learned positions, tanh GELU, biases (Radford et
+    al. 2019, Brown et al. 2020). bert: every position sees every other; LayerNorm after each part
+    and on the embeddings, learned positions and token types, GELU, biases, and a head with a layer
+    of its own (Devlin et al. 2019).
+    """
 
     vocab_size: int
-    """Rows of the embedding and of the head; at least the tokenizer's vocabulary."""
+    """Entries that can be predicted; at least the tokenizer's vocabulary."""
     dim: int
     """Width of the residual stream."""
     layers: int
@@ -49,9 +63,17 @@ class TransformerConfig:
     kv_heads: int
     """Key/value heads (grouped-query attention where fewer than `heads`)."""
     mlp_dim: int
-    """Hidden width of the gated MLP."""
+    """Hidden width of the MLP."""
     tied: bool = False
     """Whether the head is the embedding, transposed."""
+    family: Literal["llama", "gpt", "bert"] = "llama"
+    context: int = 0
+    """Most positions of a sequence; gpt and bert learn that many, llama takes any where it is 0."""
+    dropout: float = 0.0
+    """Probability that an element of the embeddings, or of what a part adds to the residual
+    stream, is zeroed while training."""
+    attention_dropout: float = 0.0
+    """The same of attention probabilities."""
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
@@ -60,16 +82,34 @@ class TransformerConfig:
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "mlp_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model {name} {getattr(self, name)} must be at least 1")
+        if self.family not in ("llama", "gpt", "bert"):
+            raise ValueError(f"model family {self.family!r}; use llama, gpt or bert")
+        if self.context < 0 or (self.learned_positions and not self.context):
+            raise ValueError(
+                f"model context {self.context}: a {self.family} learns its positions; say "
+                "how many, such as 1024"
+            )
+        for name in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"model {name} {getattr(self, name)} must lie in [0, 1)")
+        if self.learned_positions and self.rope_scaling:
+            raise ValueError(f"model rope_scaling means nothing to a {self.family}; leave it unset")
+        if self.family == "bert" and not self.tied:
+            raise ValueError("model tied False: the head of a bert is its embedding; set it True")
         if self.rope_theta <= 0 or self.norm_eps <= 0:
             raise ValueError(
                 f"model rope_theta {self.rope_theta} and norm_eps {self.norm_eps} must be above 0; "
                 "use 10000 and 1e-5"
             )
-        if self.dim % self.heads or (self.dim // self.heads) % 2:
+        unit = self.heads if self.learned_positions else 2 * self.heads
+        if self.dim % unit:
+            even = "" if self.learned_positions else "n even"
+            why = (
+                "" if self.learned_positions else " (rotary positions pair the elements of a head)"
+            )
             raise ValueError(
-                f"model dim {self.dim} must be an even multiple of heads {self.heads} (rotary "
-                f"positions pair the elements of a head); use dim "
-                f"{_next_multiple(self.dim, 2 * self.heads)}"
+                f"model dim {self.dim} must be a{even} multiple of heads {self.heads}{why}; use "
+                f"dim {_next_multiple(self.dim, unit)}"
             )
         if self.heads % self.kv_heads:
             legal = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
@@ -83,22 +123,53 @@ class TransformerConfig:
         return self.dim // self.heads
 
     @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding and of the head; those from vocab_size on are never predicted."""
+        return _next_multiple(self.vocab_size, VOCAB_MULTIPLE)
+
+    @property
+    def causal(self) -> bool:
+        """Whether a position sees only those before it."""
+        return self.family != "bert"
+
+    @property
+    def learned_positions(self) -> bool:
+        return self.family != "llama"
+
+    @property
     def num_params(self) -> int:
-        """Parameters of the model; a tied head counts once."""
-        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
-        mlp = 3 * self.dim * self.mlp_dim
-        norms = 2 * self.dim
-        embeddings = self.vocab_size * self.dim * (1 if self.tied else 2)
-        return self.layers * (attention + mlp + norms) + self.dim + embeddings
+        """Parameters of the model; a tied head counts once, padding of the vocabulary not at all.
+
+        A bert's are those with its masked-LM head and without a pooler.
+        """
+        d, kv_width = self.dim, self.kv_heads * self.head_dim
+        matrices = 2 * d * d + 2 * d * kv_width
+        tables = self.vocab_size * d * (1 if self.tied else 2)
+        if self.family == "llama":
+            return self.layers * (matrices + 3 * d * self.mlp_dim + 2 * d) + d + tables
+        matrices += 2 * d * self.mlp_dim
+        vectors = 2 * d + 2 * kv_width + self.mlp_dim + d + 4 * d  # biases, two norms
+        total = self.layers * (matrices + vectors) + tables + self.context * d
+        if self.family == "gpt":
+            return total + 2 * d
+        return total + TOKEN_TYPES * d + 2 * d + (d * d + d + 2 * d + self.vocab_size)
+
+    @property
+    def matmul_params(self) -> int:
+        """Parameters that every token is multiplied by; the head counts, lookups do not."""
+        d, kv_width = self.dim, self.kv_heads * self.head_dim
+        mlp = (3 if self.family == "llama" else 2) * d * self.mlp_dim
+        head = self.vocab_size * d + (d * d if self.family == "bert" else 0)
+        return self.layers * (2 * d * d + 2 * d * kv_width + mlp) + head
 
     def train_flops_per_token(self, seq_len: int) -> float:
-        """FLOPs of forward and backward for one token: 6 a matmul parameter + causal attention.
+        """FLOPs of forward and backward for one token: 6 a matmul parameter + attention.
 
-        The embedding lookup costs nothing; attention adds 12 * layers * dim * seq_len / 2
-        (Kaplan et al. 2020, halved for the causal mask).
+        Attention adds 12 * layers * dim * seq_len (Kaplan et al. 2020), half of it under a causal
+        mask.
         """
-        matmul_params = self.num_params - (0 if self.tied else self.vocab_size * self.dim)
-        return 6.0 * matmul_params + 6.0 * self.layers * self.dim * seq_len
+        attention = 12.0 * self.layers * self.dim * seq_len * (0.5 if self.causal else 1.0)
+        return 6.0 * self.matmul_params + attention
 
 
 def _next_multiple(value: int, of: int) -> int:
@@ -132,6 +203,69 @@ MODELS: dict[str, TransformerConfig] = {
         tied=True,
         rope_theta=500_000.0,
         rope_scaling=RopeScaling(),
+    ),
+    "gpt-tiny": TransformerConfig(
+        vocab_size=512,
+        dim=64,
+        layers=4,
+        heads=4,
+        kv_heads=4,
+        mlp_dim=256,
+        tied=True,
+        family="gpt",
+        context=256,
+    ),
+    "gpt-2": TransformerConfig(
+        vocab_size=50_257,
+        dim=768,
+        layers=12,
+        heads=12,
+        kv_heads=12,
+        mlp_dim=3072,
+        tied=True,
+        family="gpt",
+        context=1024,
+    ),
+    # Brown et al. 2020 give 24 heads of 128 for width 2048, which do not fit together; with 16 the
+    # parameters are the same.
+    "gpt-3-1.3b": TransformerConfig(
+        vocab_size=50_257,
+        dim=2048,
+        layers=24,
+        heads=16,
+        kv_heads=16,
+        mlp_dim=8192,
+        tied=True,
+        family="gpt",
+        context=2048,
+    ),
+    "bert-tiny": TransformerConfig(
+        vocab_size=512,
+        dim=64,
+        layers=4,
+        heads=4,
+        kv_heads=4,
+        mlp_dim=256,
+        tied=True,
+        family="bert",
+        context=256,
+        dropout=0.1,
+        attention_dropout=0.1,
+        norm_eps=1e-12,
+    ),
+    "bert-large": TransformerConfig(
+        vocab_size=30_522,
+        dim=1024,
+        layers=24,
+        heads=16,
+        kv_heads=16,
+        mlp_dim=4096,
+        tied=True,
+        family="bert",
+        context=512,
+        dropout=0.1,
+        attention_dropout=0.1,
+        norm_eps=1e-12,
     ),
 }
 

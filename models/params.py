@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each parameter is, by its place in the pytree: the one fact that weight decay, compression
-and (later) sharding all need.
+and sharding all need.
 
 Invariant: every leaf has exactly one role, decided by its path and shape alone.
 """
@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 import jax
 
+_TABLES = ("embed", "head", "positions", "types")
+
 
 @dataclass(frozen=True)
 class Role:
-    """vector: norm scale or bias; matrix: weights of a layer; table: one row a vocabulary entry."""
+    """vector: norm scale or bias; matrix: weights of a layer; table: one row an entry."""
 
     kind: Literal["vector", "matrix", "table"]
     stacked: int
@@ -28,8 +30,8 @@ def roles(params: Any) -> Any:
 def _role(path: tuple[Any, ...], leaf: Any) -> Role:
     names = [entry.key for entry in path]
     stacked = leaf.shape[0] if names[0] == "blocks" else 1
-    if names[-1] in ("scale", "bias"):
+    if names[-1].endswith(("scale", "bias")):
         return Role("vector", stacked)
-    if names[-1] in ("embed", "head"):
+    if names[-1] in _TABLES:
         return Role("table", 1)
     return Role("matrix", stacked)

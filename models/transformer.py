@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared Transformer, and its functional form over plain pytrees.
+"""The shared Transformer in three pieces - embed, layer, head - as functions of plain pytrees.
 
 Invariant: parameters have ONE canonical layout, whatever the mesh: the layers of a stack lie on a
-leading dim [L, ...] and run under one `lax.scan`, so that a change of strategy is only a change of
-sharding. At every jit border parameters are a nested dict of arrays; modules exist inside only.
+leading dim [L, ...], so that a change of strategy is only a change of sharding. At every jit border
+parameters are a nested dict of arrays; modules exist inside only. A piece given a device's share of
+the weights, and the collectives that go with it, computes that device's share of the whole.
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,71 +18,184 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from geojax.models.config import TransformerConfig
-from geojax.models.layers import Attention, GatedMLP, RMSNorm, normal_init, rotary_tables
+from geojax.models.attention import NEVER, Attend, attend
+from geojax.models.collectives import ONE_DEVICE, Collectives
+from geojax.models.config import TOKEN_TYPES, TransformerConfig
+from geojax.models.dropout import ATTENTION, EMBEDDING, Dropout, drop_rows
+from geojax.models.dropout import MLP as MLP_SITE
+from geojax.models.layers import (
+    MLP,
+    Attention,
+    GatedMLP,
+    LayerNorm,
+    Rotary,
+    gelu,
+    make_norm,
+    normal_init,
+    rotary_tables,
+    table_init,
+    zeros_init,
+)
 
 Params = dict[str, Any]
-"""Nested dict of float32 arrays: embed [V, d], blocks {...} [L, ...], norm, head [V, d] if untied.
+"""Nested dict of float32 arrays: embed [V, d]; blocks {...} [L, ...]; norm; head [V, d] if untied;
+positions [context, d] of gpt and bert; types, embed_norm, transform and head_bias of bert. V is the
+padded vocabulary.
 """
 
 
-class Block(nnx.Module):
-    """Pre-norm residual block: attention, then the gated MLP."""
+class Inputs(NamedTuple):
+    """What every layer sees of a batch beside the residual stream."""
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp = GatedMLP(config, rngs=rngs)
-
-    def __call__(self, x, rotary, mask):
-        x = x + self.attention(self.attention_norm(x), rotary, mask)
-        return x + self.mlp(self.mlp_norm(x))
+    positions: Int[Array, "b t"]
+    segments: Int[Array, "b t"] | None
+    """Positions see those of their own segment; None: all of one."""
+    dropout: Dropout | None
+    """None: nothing is dropped."""
 
 
-class Transformer(nnx.Module):
-    """A causal decoder. Logits are float32 [b, t, V]."""
+class Embedder(nnx.Module):
+    """Tokens to the residual stream."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.embed = normal_init(rngs, config.vocab_size, config.dim, fan_in=config.dim)
-        stack = nnx.vmap(lambda r: Block(config, rngs=r), axis_size=config.layers)
-        self.blocks = stack(rngs.split(config.layers))
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.embed = table_init(rngs, config)
+        if config.learned_positions:
+            self.positions = normal_init(rngs, config.context, config.dim, fan_in=config.dim)
+        if config.family == "bert":
+            self.types = normal_init(rngs, TOKEN_TYPES, config.dim, fan_in=config.dim)
+            self.embed_norm = LayerNorm(config.dim, config.norm_eps)
+
+    def __call__(self, tokens, inputs: Inputs, dtype: DTypeLike, c: Collectives):
+        table = self.embed[...]
+        local = tokens - c.vocab_start(table.shape[0])
+        outside = (local < 0) | (local >= table.shape[0])
+        rows = jnp.where(outside, table.shape[0], local)
+        found = jnp.asarray(table).at[rows].get(mode="fill", fill_value=0)
+        x = c.embed_sum(found.astype(jnp.promote_types(table.dtype, jnp.float32)))
+        if self.config.learned_positions:
+            x = x + self.positions[...][c.rows(inputs.positions)]
+        if self.config.family == "bert":
+            x = self.embed_norm(x + self.types[...][0])
+        return _drop_rows(x.astype(dtype), self.config, inputs.dropout, EMBEDDING, c)
+
+
+class Block(nnx.Module):
+    """Attention, then the MLP, each added to the residual stream."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = make_norm(config)
+        self.mlp = (GatedMLP if config.family == "llama" else MLP)(config, rngs=rngs)
+
+    def __call__(self, x, rotary: Rotary | None, inputs: Inputs, c: Collectives, attend: Attend):
+        config, dropout = self.config, inputs.dropout
+
+        def attention(x):
+            out = self.attention(x, rotary, inputs.segments, dropout, c, attend)
+            return _drop_rows(out, config, dropout, ATTENTION, c)
+
+        def mlp(x):
+            return _drop_rows(self.mlp(x, c), config, dropout, MLP_SITE, c)
+
+        if config.family == "bert":
+            x = self.attention_norm(x + attention(x))
+            return self.mlp_norm(x + mlp(x))
+        x = x + attention(self.attention_norm(x))
+        return x + mlp(self.mlp_norm(x))
+
+
+class Head(nnx.Module):
+    """The residual stream to what the vocabulary's rows are multiplied by."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.norm = make_norm(config)
+        if config.family == "bert":
+            self.transform = normal_init(rngs, config.dim, config.dim, fan_in=config.dim)
+            self.transform_bias = zeros_init(config.dim)
+            self.head_bias = zeros_init(config.padded_vocab)
         if not config.tied:
-            self.head = normal_init(rngs, config.vocab_size, config.dim, fan_in=config.dim)
+            self.head = table_init(rngs, config)
 
-    def __call__(
-        self,
-        tokens: Int[Array, "b t"],
-        positions: Int[Array, "b t"],
-        segments: Int[Array, "b t"],
-        dtype: DTypeLike = jnp.float32,
-    ) -> Float[Array, "b t V"]:
+    def __call__(self, x, embed: Array, c: Collectives) -> Float[Array, "b t v"]:
+        if self.config.family == "bert":
+            x = x @ self.transform[...].astype(x.dtype) + self.transform_bias[...].astype(x.dtype)
+            x = gelu(x)
+        x = c.enter(self.norm(x))
+        table = embed if self.config.tied else self.head[...]
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        logits = jnp.einsum("btd,vd->btv", x, table.astype(x.dtype), preferred_element_type=wide)
+        if self.config.family == "bert":
+            logits = logits + self.head_bias[...]
+        if self.config.padded_vocab == self.config.vocab_size:
+            return logits
+        rows = c.vocab_start(table.shape[0]) + jnp.arange(table.shape[0])
+        return jnp.where(rows < self.config.vocab_size, logits, NEVER)
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """The pieces, as pure functions of parts of `Params`.
+
+    `rest` is all of them but the blocks; `weights` one layer's.
+    """
+
+    config: TransformerConfig
+    collectives: Collectives = ONE_DEVICE
+    attend: Attend = attend
+
+    def embed(self, rest: Params, tokens: Int[Array, "b t"], inputs: Inputs, dtype: DTypeLike):
+        """[b, r, d]: the residual stream before the first layer."""
+        return self._module(Embedder, rest)(tokens, inputs, dtype, self.collectives)
+
+    def rotary(self, inputs: Inputs) -> Rotary | None:
+        """What all layers share of the positions."""
         config = self.config
-        rotary = rotary_tables(positions, config.head_dim, config.rope_theta, config.rope_scaling)
-        mask = causal_mask(segments)
-        graph, layers = nnx.split(self.blocks)
+        if config.learned_positions:
+            return None
+        return rotary_tables(
+            inputs.positions, config.head_dim, config.rope_theta, config.rope_scaling
+        )
 
-        def layer(x, weights):
-            return nnx.merge(graph, weights)(x, rotary, mask), None
+    def layer(self, weights: Params, x: Float[Array, "b r d"], number, rotary, inputs: Inputs):
+        """[b, r, d] after layer `number` of the model, from 0 on."""
+        if inputs.dropout is not None:
+            inputs = inputs._replace(dropout=inputs.dropout._replace(layer=number + 1))
+        block = self._module(Block, weights)
+        return block(x, rotary, inputs, self.collectives, self.attend)
 
-        x, _ = jax.lax.scan(layer, self.embed[...].astype(dtype)[tokens], layers)
-        head = (self.embed if config.tied else self.head)[...].astype(dtype)
-        return jnp.einsum("btd,vd->btv", self.norm(x), head, preferred_element_type=jnp.float32)
+    def logits(self, rest: Params, x: Float[Array, "b r d"]) -> Float[Array, "b t v"]:
+        """Logits of this device's rows of the vocabulary, in float32 or wider."""
+        return self._module(Head, rest)(x, rest["embed"], self.collectives)
 
+    def _module(self, kind: type[nnx.Module], params: Params) -> Any:
+        graph, names = self._graphs[kind.__name__]
+        return nnx.merge(graph, nnx.State({name: params[name] for name in names}))
 
-def causal_mask(segments: Int[Array, "b t"]) -> Array:
-    """[b, t, t]: a position sees itself and earlier positions of its own segment."""
-    t = segments.shape[1]
-    same = segments[:, :, None] == segments[:, None, :]
-    return same & jnp.tril(jnp.ones((t, t), bool))
+    @cached_property
+    def _graphs(self) -> dict[str, tuple[Any, list[str]]]:
+        """Structure and parameter names of each module, without any memory."""
+        graphs = {}
+        for kind in (Embedder, Block, Head):
+            graph, state = nnx.split(_abstract(kind, self.config))
+            graphs[kind.__name__] = (graph, list(nnx.to_pure_dict(state)))
+        return graphs
 
 
 def init_params(config: TransformerConfig, seed: int) -> Params:
     """Fresh parameters, the same for the same seed on every machine and mesh."""
-    model = Transformer(config, rngs=nnx.Rngs(params=seed))
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    rngs = nnx.Rngs(params=seed)
+    embedder = Embedder(config, rngs=rngs)
+    stack = nnx.vmap(lambda r: Block(config, rngs=r), axis_size=config.layers)
+    blocks = stack(rngs.split(config.layers))
+    head = Head(config, rngs=rngs)
+    embedder, blocks, head = (
+        nnx.to_pure_dict(nnx.state(m, nnx.Param)) for m in (embedder, blocks, head)
+    )
+    return {**embedder, "blocks": blocks, **head}
 
 
 def abstract_params(config: TransformerConfig) -> Params:
@@ -88,12 +204,26 @@ def abstract_params(config: TransformerConfig) -> Params:
 
 
 def make_apply(config: TransformerConfig) -> Callable[..., Float[Array, "b t V"]]:
-    """`apply(params, tokens, positions, segments, dtype)`: the model as a pure function."""
-    abstract = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(params=0)))
-    graph, state = nnx.split(abstract)
+    """`apply(params, tokens, positions, segments, dtype)`: logits of the model on one device."""
+    model = Transformer(config)
 
-    def apply(params: Params, tokens, positions, segments, dtype: DTypeLike = jnp.float32):
-        weights = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(params))
-        return nnx.merge(graph, weights)(tokens, positions, segments, dtype)
+    def apply(params: Params, tokens, positions, segments=None, dtype: DTypeLike = jnp.float32):
+        inputs = Inputs(positions, segments, None)
+        rotary = model.rotary(inputs)
+
+        def layer(x, weights):
+            return model.layer(weights, x, 0, rotary, inputs), None
+
+        x, _ = jax.lax.scan(layer, model.embed(params, tokens, inputs, dtype), params["blocks"])
+        return model.logits(params, x)[..., : config.vocab_size]
 
     return apply
+
+
+def _abstract(kind: Any, config: TransformerConfig) -> Any:
+    return nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(params=0)))
+
+
+def _drop_rows(x, config: TransformerConfig, dropout: Dropout | None, site: int, c: Collectives):
+    first_row = c.tp_index() * x.shape[1] if c.sequence else 0
+    return drop_rows(x, config.dropout, dropout, site, first_row)

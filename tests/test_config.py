@@ -15,6 +15,7 @@ from geojax.config import (
     DataConfig,
     EvalConfig,
     ExchangeConfig,
+    MaskingConfig,
     OptimizerConfig,
     RunConfig,
     ScheduleConfig,
@@ -22,6 +23,7 @@ from geojax.config import (
     SourceConfig,
     TokenizerConfig,
     TrainConfig,
+    slice_strategy,
 )
 from geojax.models.config import get_model
 
@@ -56,6 +58,17 @@ BAD_PARTS = [
     ),
     (SliceConfig, {"name": ""}, "slices: a name is empty; name each slice"),
     (SliceConfig, {"name": "a", "devices": 0}, "slice a: devices 0 must be at least 1"),
+    (SliceConfig, {"name": "a", "tp": 0}, "slice a: tp 0 must be at least 1"),
+    (
+        SliceConfig,
+        {"name": "a", "devices": 6, "tp": 4},
+        "slice a: devices 6 do not divide by tp 4 x pp 1; use a multiple of 4 devices, or smaller",
+    ),
+    (
+        SliceConfig,
+        {"name": "a", "devices": 2, "tp": 2, "pp": 2},
+        "slice a: devices 2 do not divide by tp 2 x pp 2; use a multiple of 4 devices",
+    ),
     (SliceConfig, {"name": "a", "gpus": 0}, "slice a: gpus 0 must be at least 1"),
     (SliceConfig, {"name": "a", "speed": 0.0}, "slice a: speed 0.0 must be above 0"),
     (SliceConfig, {"name": "a", "speed": math.nan}, "slice a: speed nan must be above 0"),
@@ -110,6 +123,7 @@ BAD_PARTS = [
     (TrainConfig, {"total_tokens": 0}, "total_tokens 0 must be at least 1"),
     (TrainConfig, {"total_tokens": 1, "clip_norm": 0.0}, "clip_norm 0.0 must be above 0, or unset"),
     (TrainConfig, {"total_tokens": 1, "micro_batch": 0}, "micro_batch 0 must be .* or unset"),
+    (TrainConfig, {"total_tokens": 1, "round_steps": 0}, "round_steps 0 must be at least 1"),
     (EvalConfig, {"every_tokens": -1}, "every_tokens -1 must be at least 0"),
     (EvalConfig, {"sequences": 0}, "sequences 0 must be at least 1"),
     (EvalConfig, {"first": -1}, "first -1 must be at least 0"),
@@ -154,6 +168,19 @@ BY_GPU = replace(
     slices=(SliceConfig("a", "eastus", gpu="h100"), SliceConfig("b", "westus2", gpu="l40s")),
     clock=ClockConfig("modelled", wan=WAN),
 )
+BERT = replace(
+    MEASURED,
+    model=get_model("bert-tiny"),
+    data=DataConfig(
+        tokenizer=TokenizerConfig(vocab_size=511), seq_len=256, masking=MaskingConfig()
+    ),
+)
+CLUSTER = RunConfig(
+    name="run",
+    model=get_model("llama-tiny"),
+    train=TrainConfig(total_tokens=1000),
+    strategy="dp2-tp2-pp2-mb1-gb16",
+)
 
 
 def with_slice(config, **changes):
@@ -166,7 +193,28 @@ BAD_RUNS = [
     (MEASURED, {"seed": -1}, "seed -1 must lie in 0..4294967295"),
     (MEASURED, {"name": "../up"}, "name '../up' becomes a folder; use letters"),
     (MEASURED, {"name": ""}, "name '' becomes a folder"),
-    (MEASURED, {"slices": ()}, "slices is empty; a run needs at least one"),
+    (MEASURED, {"slices": ()}, r"either slices \(0\) or a strategy \(''\), exactly one; give one"),
+    (MEASURED, {"strategy": CLUSTER.strategy}, r"either slices \(2\) or a strategy .*exactly one"),
+    (CLUSTER, {"strategy": ""}, r"either slices \(0\) or a strategy \(''\), exactly one; give one"),
+    (CLUSTER, {"strategy": "dp2"}, "'dp2' is no strategy; write it like dp2-tp2-pp2-mb1-gb16"),
+    (
+        CLUSTER,
+        {"strategy": "dp1-tp3-pp1-mb1-gb16"},
+        "model heads 4 does not divide by tp 3; use tp 2 or 4",
+    ),
+    (
+        CLUSTER,
+        {"strategy": "dp1-tp1-pp1-mb3-gb16"},
+        "global_batch 16 does not divide by dp 1 x micro_batch 3; use 15 or 18",
+    ),
+    (MEASURED, {"balance": RunConfig.balance}, "balance is unset, and slices need it"),
+    (CLUSTER, {"balance": MEASURED.balance}, "balance says how slices work .* leave it unset"),
+    (CLUSTER, {"exchange": ExchangeConfig(codec="int8")}, "exchange says how slices work"),
+    (
+        CLUSTER,
+        {"train": TrainConfig(total_tokens=1, micro_batch=2)},
+        "train.micro_batch 2 is of slices; the strategy names its own",
+    ),
     (MEASURED, with_slice(MEASURED, name="b"), r"slices share a name: \['b', 'b'\]; rename one"),
     (
         MEASURED,
@@ -176,17 +224,73 @@ BAD_RUNS = [
     (
         MEASURED,
         {"balance": BalanceConfig(inner_steps=2, batch_sizes=(4, 7))},
-        "has 7, which does not divide by 2, the 2 devices of slice b; use 6 or 8",
+        "has 7, which does not divide by 2, the 2 devices of slice b that .*; use 6 or 8",
     ),
     (
         MEASURED,
         {"train": replace(MEASURED.train, micro_batch=4)},
-        "has 4, which .* 2 devices of slice b times train.micro_batch 4; use 8",
+        "has 4, which .* 2 devices of slice b .* times train.micro_batch 4; use 8",
     ),
     (
         MEASURED,
         {"train": replace(MEASURED.train, micro_batch=3)},
-        "has 4, which .* 1 devices of slice a times train.micro_batch 3; use 3 or 6",
+        "has 4, which .* 1 devices of slice a .* times train.micro_batch 3; use 3 or 6",
+    ),
+    (
+        MEASURED,
+        with_slice(MEASURED, devices=3, tp=3),
+        "slice a: .* model heads 4 does not divide by tp 3; use tp 2 or 4",
+    ),
+    (
+        MEASURED,
+        with_slice(MEASURED, devices=4, tp=1, pp=4),
+        "slice a: .* model layers 2 does not divide by pp 4; use pp 2",
+    ),
+    (
+        MEASURED,
+        with_slice(MEASURED, devices=8, pp=2)
+        | {"balance": BalanceConfig(inner_steps=2, batch_sizes=(4,))},
+        "has 4, which does not divide by 8, the 8 devices of slice a that take sequences; use 8",
+    ),
+    (
+        MEASURED,
+        with_slice(MEASURED, devices=2, pp=2) | {"train": replace(MEASURED.train, micro_batch=4)},
+        "1 micro-batches are fewer than pp 2 stages; use global_batch 8 .*or micro_batch 2",
+    ),
+    (
+        MEASURED,
+        with_slice(MEASURED, sharding="all"),
+        "slice a: .* sharding 'all' needs dp above 1; use sharding 'none'",
+    ),
+    (
+        BERT,
+        {"data": replace(BERT.data, seq_len=257)},
+        "data.seq_len 257 exceeds model.context 256, .*; use 256 or fewer",
+    ),
+    (
+        MEASURED,
+        {"model": get_model("gpt-tiny"), "data": replace(MEASURED.data, seq_len=300)},
+        "data.seq_len 300 exceeds model.context 256, .*; use 256 or fewer",
+    ),
+    (
+        BERT,
+        {"data": replace(BERT.data, masking=None)},
+        r"a bert sees the tokens it predicts .*; set data.masking to MaskingConfig\(\), or choose",
+    ),
+    (
+        MEASURED,
+        {"data": BERT.data},
+        "data.masking hides tokens .* a llama sees one; set data.masking to None, or choose a bert",
+    ),
+    (
+        BERT,
+        {"model": get_model("gpt-tiny")},
+        "data.masking hides tokens .* a gpt sees one; set data.masking to None, or choose a bert",
+    ),
+    (
+        BERT,
+        {"data": replace(BERT.data, tokenizer=TokenizerConfig(vocab_size=512))},
+        "vocab_size 512 and its mask token exceeds model.vocab_size 512; raise",
     ),
     (
         MEASURED,
@@ -209,6 +313,32 @@ BAD_RUNS = [
 def test_parts_that_contradict_each_other_are_refused(config, changes, message):
     with pytest.raises(ConfigError, match=message):
         replace(config, **changes)
+
+
+@pytest.mark.parametrize(
+    ("slice_", "micro_batch", "batch", "strategy"),
+    [
+        (SliceConfig("a"), None, 8, "dp1-tp1-pp1-mb8-gb8"),
+        (SliceConfig("a", devices=4), None, 8, "dp4-tp1-pp1-mb2-gb8"),
+        (SliceConfig("a", devices=4), 1, 8, "dp4-tp1-pp1-mb1-gb8"),
+        # Devices that share a layer take no sequences of their own; stages want one each at once.
+        (SliceConfig("a", devices=4, tp=4), None, 5, "dp1-tp4-pp1-mb5-gb5"),
+        (SliceConfig("a", devices=8, tp=2, pp=2), None, 8, "dp2-tp2-pp2-mb2-gb8"),
+        (
+            SliceConfig("a", devices=2, remat="full", sharding="all"),
+            None,
+            4,
+            "dp2-tp1-pp1-mb2-gb4-fsdp-full",
+        ),
+    ],
+)
+def test_a_slice_computes_a_batch_in_as_few_micro_batches_as_may_be(
+    slice_, micro_batch, batch, strategy
+):
+    assert str(slice_strategy(slice_, micro_batch, batch)) == strategy
+    train = replace(MEASURED.train, micro_batch=micro_batch)
+    balance = BalanceConfig(inner_steps=2, batch_sizes=(batch,))
+    replace(MEASURED, slices=(slice_,), train=train, balance=balance)  # is a run
 
 
 def test_links_of_unknown_round_trip_are_refused_before_the_run(tmp_path):

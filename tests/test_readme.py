@@ -24,7 +24,14 @@ def test_every_command_in_readme_works(tmp_path):
     assert config
     (tmp_path / "myrun.py").write_text(config[1], encoding="utf-8")
     commands = readme_commands()
-    assert {command[0] for command in commands} == {"train", "report", "data"}
+    assert {command[0] for command in commands} == {
+        "train",
+        "report",
+        "data",
+        "plan",
+        "convert",
+        "eval",
+    }
     for command in commands:
         done = subprocess.run(
             [sys.executable, "-m", "geojax", *command],
@@ -37,6 +44,7 @@ def test_every_command_in_readme_works(tmp_path):
     assert (tmp_path / "figures.json").exists()
     assert (tmp_path / "pictures" / "gantt.png").exists()
     assert (tmp_path / "runs" / "myrun" / "metrics.jsonl").exists()
+    assert (tmp_path / "weights" / "model.safetensors").exists()
 
 
 def test_make_targets_in_readme_exist():

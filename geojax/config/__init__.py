@@ -6,15 +6,17 @@ anything is compiled, with the value, the constraint and the fix. Fields carry t
 names. Nothing here imports JAX, so that the command line answers at once.
 """
 
-from geojax.config.base import ConfigError, RunError, require
-from geojax.config.data import DataConfig, SourceConfig, TokenizerConfig
+from geojax.config.base import ConfigError, LostRunError, RunError, require
+from geojax.config.data import DataConfig, MaskingConfig, SourceConfig, TokenizerConfig
 from geojax.config.geomesh import (
     BalanceConfig,
     ClockConfig,
     ExchangeConfig,
     OuterConfig,
     SliceConfig,
+    slice_strategy,
 )
+from geojax.config.platform import ClusterConfig, PlatformConfig, WatchdogConfig
 from geojax.config.run import RunConfig, with_seed
 from geojax.config.train import (
     AnomalyConfig,
@@ -30,12 +32,16 @@ __all__ = [
     "BalanceConfig",
     "CheckpointConfig",
     "ClockConfig",
+    "ClusterConfig",
     "ConfigError",
     "DataConfig",
     "EvalConfig",
     "ExchangeConfig",
+    "LostRunError",
+    "MaskingConfig",
     "OptimizerConfig",
     "OuterConfig",
+    "PlatformConfig",
     "RunConfig",
     "RunError",
     "ScheduleConfig",
@@ -43,6 +49,8 @@ __all__ = [
     "SourceConfig",
     "TokenizerConfig",
     "TrainConfig",
+    "WatchdogConfig",
     "require",
+    "slice_strategy",
     "with_seed",
 ]

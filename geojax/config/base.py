@@ -15,6 +15,10 @@ class RunError(RuntimeError):
     """A run that cannot go on, though its settings are sound; the message says what to do."""
 
 
+class LostRunError(RunError):
+    """No good step for too long."""
+
+
 def require(condition: object, message: str) -> None:
     """Raise ConfigError with `message` unless `condition` holds."""
     if not condition:

@@ -83,6 +83,37 @@ class TokenizerConfig:
 
 
 @dataclass(frozen=True)
+class MaskingConfig:
+    """Masked-language modelling (Devlin et al. 2019): chosen tokens are predicted where they stand.
+
+    A chosen token becomes the mask token, save for the two shares below.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
+
+    fraction: float = 0.15
+    """Share of a sequence's tokens that are chosen, at least one; end-of-text never is."""
+    keep: float = 0.1
+    """Share of the chosen ones that stay as they are."""
+    randomize: float = 0.1
+    """Share of the chosen ones that become a token drawn from the vocabulary."""
+
+    def __post_init__(self):
+        require(
+            0 < self.fraction <= 1,
+            f"data.masking.fraction {self.fraction} must be above 0 and at most 1; use 0.15",
+        )
+        for name in ("keep", "randomize"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"data.masking.{name} {value} must lie in 0..1; use 0.1")
+        require(
+            self.keep + self.randomize <= 1,
+            f"data.masking.keep {self.keep} and data.masking.randomize {self.randomize} are shares "
+            "of the same tokens and add up to more than 1; lower one",
+        )
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Text, tokenizer, and how tokens become sequences."""
 
@@ -91,14 +122,16 @@ class DataConfig:
     source: SourceConfig = SourceConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     seq_len: int = 1024
-    """Tokens predicted a sequence."""
+    """Tokens of a sequence; each is predicted, unless `masking` chooses which."""
+    masking: MaskingConfig | None = None
+    """Hide tokens and predict those; unset: predict every token from the ones before it."""
     document_mask: bool = False
     """Documents packed into one sequence do not see each other: attention stops at their borders,
     positions restart, and the first token of a document is not predicted from the one before."""
     valid_fraction: float = 0.02
     """Share of documents held out; chosen by a hash of the document, so it never moves."""
     seed: int = 0
-    """Order of the training sequences."""
+    """Order of the training sequences, and their masks."""
 
     def __post_init__(self):
         require(self.seq_len >= 1, f"data.seq_len {self.seq_len} must be at least 1")

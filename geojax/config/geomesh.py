@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from geojax.config.base import STRICT, require
 from geojax.config.train import OptimizerConfig, ScheduleConfig
+from geojax.meshes.strategy import Strategy
 from geojax.meshes.wan import get_wan
 from geojax.models.config import get_model
 
@@ -22,6 +23,15 @@ class SliceConfig:
     """Region of the WAN; needed where the clock models the WAN."""
     devices: int = 1
     """JAX devices of this slice. Slices share devices where there are too few for all."""
+    tp: int = 1
+    """Devices that share every layer (tensor parallelism); the rest of `devices` divides the
+    batch."""
+    pp: int = 1
+    """Pipeline stages."""
+    remat: Literal["none", "matmuls", "full"] = "none"
+    """What the backward pass computes again; see meshes.strategy."""
+    sharding: Literal["none", "optimizer", "all"] = "none"
+    """What copies of the model spread among them; see meshes.strategy."""
     gpu: str = ""
     """Modelled clock: GPU type of `meshes/hardware.py`."""
     gpus: int = 1
@@ -32,11 +42,33 @@ class SliceConfig:
     def __post_init__(self):
         require(self.name, "slices: a name is empty; name each slice, by its region for example")
         require(self.devices >= 1, f"slice {self.name}: devices {self.devices} must be at least 1")
+        for name in ("tp", "pp"):
+            value = getattr(self, name)
+            require(value >= 1, f"slice {self.name}: {name} {value} must be at least 1")
+        require(
+            self.devices % (self.tp * self.pp) == 0,
+            f"slice {self.name}: devices {self.devices} do not divide by tp {self.tp} x pp "
+            f"{self.pp}; use a multiple of {self.tp * self.pp} devices, or smaller factors",
+        )
         require(self.gpus >= 1, f"slice {self.name}: gpus {self.gpus} must be at least 1")
         require(
             self.speed is None or self.speed > 0,
             f"slice {self.name}: speed {self.speed} must be above 0",
         )
+
+
+def slice_strategy(slice_: SliceConfig, micro_batch: int | None, batch: int) -> Strategy:
+    """How a slice computes a batch: its copies share it, in as few micro-batches as may be."""
+    dp = slice_.devices // (slice_.tp * slice_.pp)
+    return Strategy(
+        dp,
+        slice_.tp,
+        slice_.pp,
+        micro_batch or max(batch // (dp * slice_.pp), 1),
+        batch,
+        remat=slice_.remat,
+        sharding=slice_.sharding,
+    )
 
 
 @dataclass(frozen=True)

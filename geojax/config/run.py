@@ -13,11 +13,16 @@ from geojax.config.geomesh import (
     ExchangeConfig,
     OuterConfig,
     SliceConfig,
+    slice_strategy,
 )
+from geojax.config.platform import PlatformConfig
 from geojax.config.train import CheckpointConfig, EvalConfig, TrainConfig
 from geojax.meshes.hardware import get_gpu
+from geojax.meshes.strategy import parse_strategy, require_legal
 from geojax.meshes.wan import get_wan
 from geojax.models.config import TransformerConfig, get_model
+
+_NO_SLICES = BalanceConfig(inner_steps=1, batch_sizes=(1,))
 
 
 @dataclass(frozen=True)
@@ -30,16 +35,22 @@ class RunConfig:
     """What tables call the run."""
     model: TransformerConfig
     train: TrainConfig
-    slices: tuple[SliceConfig, ...]
-    balance: BalanceConfig
+    slices: tuple[SliceConfig, ...] = ()
+    """Regions that train by GeoMesh; empty: one cluster, by `strategy`."""
+    strategy: str = ""
+    """How one cluster computes a step, such as dp2-tp2-pp2-mb1-gb16; see meshes.strategy."""
+    balance: BalanceConfig = _NO_SLICES
     data: DataConfig = DataConfig()
     exchange: ExchangeConfig = ExchangeConfig()
     outer: OuterConfig = OuterConfig()
     clock: ClockConfig = ClockConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    platform: PlatformConfig = PlatformConfig()
+    init: str = ""
+    """Folder of safetensors, as `geojax convert` writes, to start from; empty: fresh parameters."""
     seed: int = 0
-    """Initial parameters."""
+    """Initial parameters, and dropout."""
 
     def __post_init__(self):
         require(0 <= self.seed < 2**32, f"seed {self.seed} must lie in 0..{2**32 - 1}")
@@ -47,15 +58,22 @@ class RunConfig:
             re.fullmatch(r"\w[\w.+-]*", self.name),
             f"name {self.name!r} becomes a folder; use letters, digits, '.', '_', '+' and '-'",
         )
-        require(self.slices, "slices is empty; a run needs at least one")
+        require(
+            bool(self.slices) != bool(self.strategy),
+            f"a run has either slices ({len(self.slices)}) or a strategy ({self.strategy!r}), "
+            "exactly one; give one of them",
+        )
+        self._check_data()
+        if self.strategy:
+            self._check_strategy()
+            return
+        require(
+            self.balance != _NO_SLICES,
+            "balance is unset, and slices need it: say how many inner steps the slowest takes, "
+            "such as BalanceConfig(inner_steps=32)",
+        )
         names = [s.name for s in self.slices]
         require(len(set(names)) == len(names), f"slices share a name: {names}; rename one")
-        tokenizer = self.data.tokenizer
-        require(
-            tokenizer.kind != "bpe" or tokenizer.vocab_size <= self.model.vocab_size,
-            f"data.tokenizer.vocab_size {tokenizer.vocab_size} exceeds model.vocab_size "
-            f"{self.model.vocab_size}; raise the model's or lower the tokenizer's",
-        )
         for slice_ in self.slices:
             for batch in self.balance.batch_sizes:
                 self._check_batch(slice_, batch)
@@ -67,18 +85,65 @@ class RunConfig:
                 "them unset or set clock.kind to 'modelled'"
             )
 
-    def _check_batch(self, slice_: SliceConfig, batch: int) -> None:
-        unit = (self.train.micro_batch or 1) * slice_.devices
-        micro = (
-            f" times train.micro_batch {self.train.micro_batch}" if unit != slice_.devices else ""
+    def _check_strategy(self) -> None:
+        try:
+            require_legal(parse_strategy(self.strategy), self.model)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        defaults = (_NO_SLICES, ExchangeConfig(), OuterConfig(), ClockConfig())
+        for name, default in zip(("balance", "exchange", "outer", "clock"), defaults, strict=True):
+            require(
+                getattr(self, name) == default,
+                f"{name} says how slices work together, and this run has a strategy and no slices; "
+                "leave it unset",
+            )
+        require(
+            self.train.micro_batch is None,
+            f"train.micro_batch {self.train.micro_batch} is of slices; the strategy names its own",
         )
+
+    def _check_data(self) -> None:
+        tokenizer, masking, model = self.data.tokenizer, self.data.masking, self.model
+        ids = tokenizer.vocab_size + (masking is not None)
+        mask = " and its mask token" if masking else ""
+        require(
+            tokenizer.kind != "bpe" or ids <= model.vocab_size,
+            f"data.tokenizer.vocab_size {tokenizer.vocab_size}{mask} exceeds model.vocab_size "
+            f"{model.vocab_size}; raise the model's or lower the tokenizer's",
+        )
+        require(
+            model.causal or masking,
+            f"a {model.family} sees the tokens it predicts unless they are masked; set "
+            "data.masking to MaskingConfig(), or choose a llama or gpt",
+        )
+        require(
+            not model.causal or not masking,
+            f"data.masking hides tokens for a model that sees both sides, and a {model.family} "
+            "sees one; set data.masking to None, or choose a bert",
+        )
+        require(
+            not model.context or self.data.seq_len <= model.context,
+            f"data.seq_len {self.data.seq_len} exceeds model.context {model.context}, the "
+            f"positions that the model has; use {model.context} or fewer",
+        )
+
+    def _check_batch(self, slice_: SliceConfig, batch: int) -> None:
+        rows = slice_.devices // slice_.tp  # of copies and stages
+        copies = slice_.devices // (slice_.tp * slice_.pp)
+        unit = copies * self.train.micro_batch if self.train.micro_batch else rows
+        given = self.train.micro_batch
+        micro = f" times train.micro_batch {given}" if given else ""
         legal = sorted({max(batch // unit, 1) * unit, (batch // unit + 1) * unit})
         require(
             batch % unit == 0,
             f"balance.batch_sizes has {batch}, which does not divide by {unit}, the "
-            f"{slice_.devices} devices of slice {slice_.name}{micro}; "
-            f"use {' or '.join(map(str, legal))}",
+            f"{copies if micro else rows} devices of slice {slice_.name} that take sequences"
+            f"{micro}; use {' or '.join(map(str, legal))}",
         )
+        try:
+            require_legal(slice_strategy(slice_, self.train.micro_batch, batch), self.model)
+        except ValueError as error:
+            raise ConfigError(f"slice {slice_.name}: {error}") from error
 
     def _check_modelled(self) -> None:
         wan = get_wan(self.clock.wan)

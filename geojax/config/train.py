@@ -128,6 +128,8 @@ class TrainConfig:
     micro_batch: int | None = None
     """Sequences a device computes at once; gradients of a step's micro-batches are summed, then
     divided by the step's tokens. Unset: the whole batch."""
+    round_steps: int = 10
+    """Steps between lines of a run without slices; evaluations and saves fall on their borders."""
     anomalies: AnomalyConfig = AnomalyConfig()
 
     def __post_init__(self):
@@ -138,6 +140,7 @@ class TrainConfig:
             self.clip_norm is None or self.clip_norm > 0,
             f"train.clip_norm {self.clip_norm} must be above 0, or unset",
         )
+        require(self.round_steps >= 1, f"train.round_steps {self.round_steps} must be at least 1")
         require(
             self.micro_batch is None or self.micro_batch >= 1,
             f"train.micro_batch {self.micro_batch} must be at least 1, or unset",

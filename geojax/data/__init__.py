@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to batches: sources, tokenizers, corpora, and sequences under one global cursor.
 
-Arrows run one way: batches -> corpus -> {sources, tokenizer}. Nothing here imports JAX, and grain,
-tokenizers and datasets are imported only where they are used.
+Arrows run one way: batches -> {masking, corpus -> {sources, tokenizer}}. Nothing here imports JAX,
+and grain, tokenizers and datasets are imported only where they are used.
 """
 
-from geojax.data.batches import Batch, TrainSequences, ValidSequences, allot
+from geojax.data.batches import Batch, TrainSequences, ValidSequences, allot, empty_batch
 from geojax.data.commands import describe
 from geojax.data.corpus import Corpus, cache_dir, prepare
 from geojax.data.sources import iter_documents
@@ -20,6 +20,7 @@ __all__ = [
     "allot",
     "cache_dir",
     "describe",
+    "empty_batch",
     "iter_documents",
     "load_tokenizer",
     "prepare",

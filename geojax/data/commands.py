@@ -7,7 +7,7 @@ from geojax.data.corpus import Corpus
 def describe(corpus: Corpus) -> list[tuple[str, str]]:
     """Rows of (label, value) for the console."""
     tokens = len(corpus.train) + len(corpus.valid)
-    return [
+    rows = [
         ("documents", f"{corpus.train_documents:,} train, {corpus.valid_documents:,} validation"),
         ("tokens", f"{len(corpus.train):,} train, {len(corpus.valid):,} validation"),
         ("vocabulary", f"{corpus.vocab_size:,} entries, end-of-text {corpus.eos_id}"),
@@ -16,3 +16,18 @@ def describe(corpus: Corpus) -> list[tuple[str, str]]:
         ("sequences", f"{corpus.sequences:,} an epoch of {corpus.seq_len:,} tokens each"),
         ("folder", str(corpus.folder)),
     ]
+    if masking := corpus.masking:
+        fates = {
+            f"token {corpus.mask_id}": 1 - masking.randomize - masking.keep,
+            "random": masking.randomize,
+            "unchanged": masking.keep,
+        }
+        line = ", ".join(f"{_percent(share)} {fate}" for fate, share in fates.items())
+        rows.insert(
+            -1, ("masking", f"{_percent(masking.fraction)} of a sequence predicted, of it {line}")
+        )
+    return rows
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.4g}%"

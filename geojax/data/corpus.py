@@ -3,7 +3,8 @@
 
 Invariant: a corpus folder exists whole or not at all, its name follows from the documents, the
 tokenizer and the split, and which side a document is on depends on its text and `valid_fraction`
-alone. A stream is every document's ids followed by end-of-text, in the order of the source.
+alone. A stream is every document's ids followed by end-of-text, in the order of the source; tokens
+are masked when it is read, so that runs with and without masking share a corpus.
 """
 
 import hashlib
@@ -11,15 +12,15 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import batched
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import UInt
+from jaxtyping import Bool, UInt
 
-from geojax.config import ConfigError, DataConfig, require
+from geojax.config import ConfigError, DataConfig, MaskingConfig, require
 from geojax.data.sources import atomic, iter_documents
 from geojax.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer, tokenizer_key
 
@@ -33,7 +34,7 @@ class Corpus:
 
     folder: Path
     seq_len: int
-    """Tokens predicted a sequence, of the config that this corpus was prepared for."""
+    """Tokens of a sequence, of the config that this corpus was prepared for."""
     train: UInt[np.ndarray, "_"]
     valid: UInt[np.ndarray, "_"]
     train_documents: int
@@ -44,6 +45,8 @@ class Corpus:
     """Entries of the tokenizer; the model may have more."""
     eos_id: int
     tokenizer_fingerprint: str
+    masking: MaskingConfig | None = None
+    """Of the config that this corpus was prepared for."""
 
     @property
     def sequences(self) -> int:
@@ -53,6 +56,16 @@ class Corpus:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the ids."""
         return read_tokenizer(self.folder / "tokenizer.json")
+
+    @cached_property
+    def mask_id(self) -> int:
+        """Id that hides a token; beyond `vocab_size` where the tokenizer has no mask token."""
+        return self.tokenizer().mask_id
+
+    @cached_property
+    def ordinary(self) -> Bool[np.ndarray, "vocab_size"]:
+        """Whether an id stands for text, so that it may be masked, and may replace another."""
+        return self.tokenizer().ordinary
 
     def require_batch(self, batch: int) -> None:
         """Raise ConfigError where one epoch is shorter than a batch of `batch` sequences."""
@@ -81,12 +94,13 @@ def prepare(
     `progress` receives a line for each slow step. `known`: identity of a corpus made before, which
     is taken without a look at its source if the cache still holds it. Raises ConfigError when the
     source or tokenizer cannot be used, a split is empty, training text is shorter than one
-    sequence, or the tokenizer has more entries than the model.
+    sequence, or the tokenizer, with its mask token where text is masked, has more entries than the
+    model.
     """
     cache = cache or cache_dir()
     progress = progress or (lambda line: None)
     if known and (cache / "corpora" / known).is_dir():
-        return _load(cache / "corpora" / known, config.seq_len)
+        return _load(cache / "corpora" / known, config)
     progress(f"reading {config.source.kind}")
     try:
         folder = cache / "corpora" / _fingerprint(config, cache)
@@ -97,8 +111,8 @@ def prepare(
             f"cache {cache} cannot be used: {error}; set GEOJAX_CACHE to a folder with space that "
             "can be written"
         ) from error
-    corpus = _load(folder, config.seq_len)
-    _require_vocab(corpus.vocab_size, vocab_size)
+    corpus = _load(folder, config)
+    _require_vocab(corpus, vocab_size, config)
     require(
         corpus.sequences >= 1,
         f"the training split has {len(corpus.train)} tokens, fewer than one sequence of "
@@ -160,7 +174,7 @@ def _write(
     tokenizer = load_tokenizer(
         config.tokenizer, partial(_documents, config, cache, valid=False), cache
     )
-    _require_vocab(tokenizer.vocab_size, vocab_size)
+    _require_vocab(tokenizer, vocab_size, config)
     # Every id is below the tokenizer's vocab_size, so none can wrap around.
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     meta: dict[str, Any] = {
@@ -188,7 +202,7 @@ def _write(
         (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
-def _load(folder: Path, seq_len: int) -> Corpus:
+def _load(folder: Path, config: DataConfig) -> Corpus:
     try:
         meta = json.loads((folder / "meta.json").read_text())
         dtype = meta.pop("dtype")
@@ -198,7 +212,12 @@ def _load(folder: Path, seq_len: int) -> Corpus:
             if len(streams[split]) != meta.pop(f"{split}_tokens"):
                 raise ValueError(f"{split}.bin has another length than meta.json says")
         return Corpus(
-            folder=folder, seq_len=seq_len, train=streams["train"], valid=streams["valid"], **meta
+            folder=folder,
+            seq_len=config.seq_len,
+            train=streams["train"],
+            valid=streams["valid"],
+            masking=config.masking,
+            **meta,
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -206,9 +225,11 @@ def _load(folder: Path, seq_len: int) -> Corpus:
         ) from error
 
 
-def _require_vocab(tokenizer_size: int, model_size: int) -> None:
+def _require_vocab(ids: Tokenizer | Corpus, model_size: int, config: DataConfig) -> None:
+    needed = max(ids.vocab_size, ids.mask_id + 1) if config.masking else ids.vocab_size
+    mask = f" and no mask token, which takes id {needed - 1}" if needed > ids.vocab_size else ""
     require(
-        tokenizer_size <= model_size,
-        f"the tokenizer has ids up to {tokenizer_size - 1}, beyond model.vocab_size {model_size}; "
-        f"set model.vocab_size to at least {tokenizer_size}, or choose a smaller tokenizer",
+        needed <= model_size,
+        f"the tokenizer has ids up to {ids.vocab_size - 1}{mask}, beyond model.vocab_size "
+        f"{model_size}; set model.vocab_size to at least {needed}, or choose a smaller tokenizer",
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, SupportsInt
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
 from geojax.config import ConfigError, TokenizerConfig, require
 from geojax.data.sources import atomic
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     import tokenizers
 
 EOS = "<|endoftext|>"
-EOS_NAMES = (EOS, "</s>", "<|end_of_text|>", "<eos>", "<|eot_id|>")  # searched in this order
+# Both searched in this order. A document of BERT's ends in [SEP].
+EOS_NAMES = (EOS, "</s>", "<|end_of_text|>", "<eos>", "<|eot_id|>", "[SEP]")
+MASK_NAMES = ("[MASK]", "<mask>", "<|mask|>")
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,21 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Largest id plus one; ids may have gaps."""
         return max(self.inner.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def mask_id(self) -> int:
+        """Id of the mask token; the first after all others where the vocabulary has none."""
+        return next(
+            (i for n in MASK_NAMES if (i := self.inner.token_to_id(n)) is not None), self.vocab_size
+        )
+
+    @cached_property
+    def ordinary(self) -> Bool[np.ndarray, "vocab_size"]:
+        """Whether an id stands for text: it is no gap, special token, mask token or end-of-text."""
+        added = self.inner.get_added_tokens_decoder()
+        special = {i for i, token in added.items() if token.special} | {self.eos_id, self.mask_id}
+        ids = set(self.inner.get_vocab(with_added_tokens=True).values()) - special
+        return np.isin(np.arange(self.vocab_size), list(ids))
 
     @cached_property
     def fingerprint(self) -> str:

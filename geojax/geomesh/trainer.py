@@ -11,15 +11,16 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 import jax
 import numpy as np
 
-from geojax.config import ConfigError, RunConfig, RunError, require
+from geojax.config import ConfigError, LostRunError, RunConfig, require, slice_strategy
 from geojax.data import Corpus, TrainSequences, ValidSequences, allot
 from geojax.geomesh.balance import Plan, SliceWork, make_plan
-from geojax.geomesh.checkpoint import Position, check_origin, checkpoint_tree, origin
+from geojax.geomesh.checkpoint import Position, checkpoint_tree
 from geojax.geomesh.clock import (
     Clock,
     MeasuredClock,
@@ -43,19 +44,17 @@ from geojax.geomesh.records import (
 from geojax.geomesh.sync import Contribution, Synchronizer
 from geojax.geomesh.worker import Worker
 from geojax.meshes.axes import assign_devices
-from geojax.models.transformer import init_params, make_apply
+from geojax.models.transformer import Params, init_params
+from geojax.platform import Watchdog
 from geojax.track.console import RunConsole
 from geojax.track.metrics import MetricsWriter
 from geojax.train.checkpoint import Checkpoints
-from geojax.train.evaluate import make_evaluate
-from geojax.train.step import make_inner_loop, make_loss
+from geojax.train.origin import check_origin, origin
+from geojax.train.program import Program, Task
+from geojax.train.step import read_init
 
 _CHUNK_STEPS = 32  # inner steps between looks at `stop`, at most
 _CHUNK_SECONDS = 5.0  # the same, where the seconds of a step are known
-
-
-class LostRunError(RunError):
-    """No slice could join a round for too long."""
 
 
 class Trainer:
@@ -68,6 +67,7 @@ class Trainer:
         metrics: MetricsWriter,
         checkpoints: Checkpoints,
         stop: threading.Event,
+        watchdog: Watchdog,
     ):
         """Plan, programs and state, taken from a checkpoint where there is one.
 
@@ -80,9 +80,12 @@ class Trainer:
         self._checkpoints = checkpoints
         self._corpus = corpus
         self._stop = stop
+        self._watchdog = watchdog
         data = config.data
-        self._sequences = TrainSequences(corpus, data.seq_len, data.seed, data.document_mask)
-        self._valid = ValidSequences(corpus, data.seq_len, data.document_mask)
+        self._sequences = TrainSequences(
+            corpus, data.seq_len, data.seed, data.document_mask, data.masking
+        )
+        self._valid = ValidSequences(corpus, data.seq_len, data.document_mask, data.masking)
 
         corpus.require_batch(max(config.balance.batch_sizes))
         require(
@@ -94,9 +97,12 @@ class Trainer:
             devices = assign_devices([s.devices for s in config.slices], jax.local_devices())
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        loss = make_loss(make_apply(config.model), config.train.compute_dtype)
-        loop = make_inner_loop(loss, config.train)
-        params = jax.tree.map(np.asarray, init_params(config.model, config.seed))
+        task = Task(config.model, config.train, data.seq_len, data.document_mask, seed=config.seed)
+        self._program = cache(lambda row, strategy: Program(task, strategy, row))
+        if config.init:
+            params = read_init(config.init, config.model)
+        else:
+            params = jax.tree.map(np.asarray, init_params(config.model, config.seed))
         layout = make_layout(params, config.exchange)
         schedule = config.exchange.resolve_schedule(len(self._names))
         self._exchange = MeshExchange([row[0] for row in devices])
@@ -116,7 +122,7 @@ class Trainer:
             check_origin(meta, config, corpus)
             self.plan = Plan(tuple(SliceWork(**work) for work in meta["plan"]))
         else:
-            self.plan = self._make_plan(devices, loop, params)
+            self.plan = self._make_plan(devices, params)
 
         # The same for all slices, so that those of one batch size share one compiled loop.
         chunk_steps = min(_CHUNK_STEPS, max(w.inner_steps for w in self.plan.work))
@@ -129,12 +135,11 @@ class Trainer:
             feedback = None
             if config.exchange.error_feedback:
                 feedback = self._synchronizer.init_feedback(index, jax.tree.leaves(params))
-            self.workers.append(
-                Worker(index, work, chunk_steps, row, config.train, loop, outer, feedback)
-            )
+            strategy = slice_strategy(config.slices[index], config.train.micro_batch, work.batch)
+            program = self._program(row, strategy)
+            self.workers.append(Worker(index, work, chunk_steps, program, outer, feedback))
         self.resumed = meta is not None
         self._groups = _sharing_devices(self.workers)
-        self._evaluate = make_evaluate(loss, self.workers[0].mesh)
         if meta:
             self._restore(meta)
             metrics.rewind(self.position.round)
@@ -189,7 +194,7 @@ class Trainer:
     def _warm_up(self) -> None:
         """Compile what rounds run, so that none of them is longer for it."""
         for worker in self.workers:
-            worker.compile(self.config.data.seq_len)
+            worker.compile()
         self._empty_exchange()
         self._check_copies()
         spare = self._outer_step.init(self.workers[0].outer.params)
@@ -205,11 +210,11 @@ class Trainer:
         absent = [Contribution(i, nothing, 0, 0, None) for i in range(len(self._names))]
         return self._synchronizer.exchange(0, absent).exchange_seconds
 
-    def _make_plan(self, devices, loop, params) -> Plan:
+    def _make_plan(self, devices: Sequence[tuple[jax.Device, ...]], params: Params) -> Plan:
         if self.config.clock.kind == "modelled":
             profiles = modelled_profiles(self.config)
         else:
-            profiles = measured_profiles(self.config, devices, loop, params)
+            profiles = measured_profiles(self.config, devices, self._program, params)
         seconds = self.exchange_seconds
         if seconds is None and self.config.balance.sync_share:
             self._empty_exchange()
@@ -222,13 +227,17 @@ class Trainer:
         span = (self.tokens / total, cursor * seq_len / total)
         started = time.perf_counter()
 
+        def stopped() -> bool:
+            self._watchdog.beat(f"inner steps of round {self.position.round + 1}")
+            return self._stop.is_set()
+
         def work(group: Sequence[Worker]) -> None:
             for worker in group:
                 if worker.finished or self._stop.is_set():
                     continue
                 if not worker.progress.done:
                     worker.begin_round()
-                worker.run(self._sequences, shares[worker.index], span, self._stop.is_set)
+                worker.run(self._sequences, shares[worker.index], span, stopped)
 
         with ThreadPoolExecutor(len(self._groups)) as pool:
             list(pool.map(work, self._groups))
@@ -313,11 +322,13 @@ class Trainer:
 
     def _evaluation(self, console: RunConsole) -> None:
         config, shared = self.config.eval, self.workers[0]
-        devices = len(shared.devices)
-        batch = -(-config.batch // devices) * devices
-        result = self._evaluate(
-            shared.outer.params, self._valid.batches(batch, config.sequences, config.first)
-        )
+        program = shared.program
+        with self._watchdog.pause():
+            result = program.evaluate(
+                program.put_params(shared.outer.params),
+                lambda rows: self._valid.batches(rows, config.sequences, config.first),
+                config.batch,
+            )
         record = {
             "round": self.position.round,
             "tokens": self.tokens,
@@ -337,7 +348,8 @@ class Trainer:
             "mid_round": mid_round,
             "progress": [asdict(w.progress) for w in self.workers],
         }
-        self._checkpoints.save(state, meta)
+        with self._watchdog.pause():
+            self._checkpoints.save(state, meta)
 
     def _restore(self, meta: dict[str, Any]) -> None:
         abstract = jax.eval_shape(lambda: checkpoint_tree(self.workers, meta["mid_round"]))

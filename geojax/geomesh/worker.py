@@ -7,21 +7,19 @@ continued at any chunk.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from geojax.config import TrainConfig
-from geojax.data import Batch, TrainSequences
+from geojax.data import TrainSequences, empty_batch
 from geojax.geomesh.balance import SliceWork
 from geojax.geomesh.outer import OuterCopy
 from geojax.geomesh.sync import ErrorFeedback
-from geojax.meshes.axes import DATA, data_mesh
-from geojax.train.step import InnerLoop, TrainState, init_state
+from geojax.train.program import Program
+from geojax.train.step import TrainState, init_state
 
 
 @dataclass
@@ -49,38 +47,36 @@ class Worker:
         index: int,
         work: SliceWork,
         chunk_steps: int,
-        devices: Sequence[jax.Device],
-        config: TrainConfig,
-        loop: InnerLoop,
+        program: Program,
         outer: OuterCopy,
         feedback: ErrorFeedback | None,
     ):
         """`index`: place among all slices; `chunk_steps`: inner steps handed to the devices at
-        once; `outer`: this slice's copy of what is shared.
+        once; `program`: of the slice's devices and strategy; `outer`: this slice's copy of what is
+        shared.
         """
         self.index = index
         self.work = work
-        self.devices = devices
+        self.program = program
         self.outer = outer
         self.feedback = feedback
         self.progress = RoundProgress()
-        self.mesh = data_mesh(devices)
-        self._loop = loop
         self._chunk_steps = chunk_steps
-        self._micro = config.micro_batch and config.micro_batch * len(devices)
-        self._whole = NamedSharding(self.mesh, PartitionSpec())
-        self._rows = NamedSharding(self.mesh, PartitionSpec(None, None, DATA))
-        self.state = self._put(init_state(outer.params, config))
+        self.state = program.put_state(init_state(outer.params, program.task.train))
 
-    def compile(self, seq_len: int) -> None:
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        return self.program.devices
+
+    def compile(self) -> None:
         """Compile the inner loop now, with no step taken, so that no round's time includes it."""
-        shape = (self._chunk_steps, self.work.batch, seq_len)
-        chunk = Batch(*(np.zeros(shape, t) for t in ("i4", "i4", "f4", "i4", "i4")))
-        self.state, _ = self._loop(self.state, self._device_chunk(chunk), 0, 0.0, 0.0, 0)
+        lead = (self._chunk_steps, self.work.batch)
+        chunk = self.program.put_chunk(empty_batch(lead, self.program.task.seq_len))
+        self.state, _ = self.program.run(self.state, chunk, 0, 0.0, 0.0, 0)
 
     def begin_round(self) -> None:
         """Start from the shared parameters."""
-        self.state = replace(self.state, params=self._put(self.outer.params))
+        self.state = replace(self.state, params=self.program.put_params(self.outer.params))
 
     def run(
         self,
@@ -99,8 +95,8 @@ class Worker:
         first = share.start + done * batch
         for chunk, real in sequences.chunks(first, steps - done, batch, self._chunk_steps):
             started = time.perf_counter()
-            device_chunk = self._device_chunk(chunk)
-            self.state, stats = self._loop(
+            device_chunk = self.program.put_chunk(chunk)
+            self.state, stats = self.program.run(
                 self.state, device_chunk, real, begin, stride, self.progress.done
             )
             stats = jax.device_get(stats)
@@ -128,24 +124,24 @@ class Worker:
 
     def pseudo_gradient(self) -> list[np.ndarray]:
         """Shared minus local parameters, one float32 host array a leaf."""
-        pairs = zip(
-            jax.tree.leaves(self.outer.params), jax.tree.leaves(self.state.params), strict=True
-        )
-        return [np.ascontiguousarray(shared - np.asarray(local)) for shared, local in pairs]
+        local = self.program.host(self.state.params)
+        pairs = zip(jax.tree.leaves(self.outer.params), jax.tree.leaves(local), strict=True)
+        return [np.ascontiguousarray(shared - mine) for shared, mine in pairs]
 
     def checkpoint(self, mid_round: bool) -> dict[str, Any]:
         """What a checkpoint holds of this slice alone; local parameters only inside a round."""
+        state = self.program.host(self.state)
         kept: dict[str, Any] = {
-            "opt_state": self.state.opt_state,
-            "step": self.state.step,
-            "mean_loss": self.state.mean_loss,
+            "opt_state": state.opt_state,
+            "step": state.step,
+            "mean_loss": state.mean_loss,
         }
         if self.feedback:
             kept["feedback"] = self.feedback.own
             if self.feedback.shard.size:
                 kept["shard_feedback"] = self.feedback.shard
         if mid_round:
-            kept["params"] = self.state.params
+            kept["params"] = state.params
         return kept
 
     def restore(self, kept: dict[str, Any], outer: OuterCopy, progress: dict[str, Any]) -> None:
@@ -154,17 +150,7 @@ class Worker:
         self.progress = RoundProgress(**progress)
         params = kept.get("params", outer.params)
         state = TrainState(params, kept["opt_state"], kept["step"], kept["mean_loss"])
-        self.state = self._put(state)
+        self.state = self.program.put_state(state)
         if self.feedback:
             shard = kept.get("shard_feedback", self.feedback.shard)
             self.feedback = ErrorFeedback(kept["feedback"], shard)
-
-    def _device_chunk(self, chunk: Batch) -> Batch:
-        """[c, b, t] on the host as [c, m, micro b, t] on the devices, micro b over them."""
-        rows = self._micro or self.work.batch
-        split = Batch(*(x.reshape(x.shape[0], -1, rows, x.shape[-1]) for x in chunk))
-        return jax.device_put(split, self._rows)
-
-    def _put(self, tree: Any) -> Any:
-        # A copy: the inner loop donates its state, and host arrays may be shared with the device.
-        return jax.device_put(jax.tree.map(lambda x: np.array(x, copy=True), tree), self._whole)

@@ -29,6 +29,17 @@ _COLUMNS = (  # heading, over two lines, and width
     ("tokens/s", "", 8),  # the second line names the clock
     ("time", "left", 7),
 )
+_STEP_COLUMNS = (
+    ("", "step", 7),
+    ("", "tokens", 7),
+    ("", "loss", 7),
+    ("gradient", "norm", 9),
+    ("", "skipped", 8),
+    ("seconds", "a step", 8),
+    ("tokens/s", "", 9),  # the second line names the clock
+    ("", "MFU", 6),
+    ("time", "left", 8),
+)
 _LINES_A_HEADING = 20
 
 
@@ -81,12 +92,8 @@ class RunConsole:
         Loss is the mean over tokens; payload and the energy that the codec captured are means over
         slices; waits are the longest of any slice; time left is real time.
         """
-        done = format_count(record["tokens"])
-        self._progress.update(self._task, completed=record["tokens"], done=done)
-        if next(self._lines) % _LINES_A_HEADING == 0:
-            self._print(_row(top for top, _, _ in _COLUMNS), style="bold")
-            self._print(_row([*(low for _, low, _ in _COLUMNS[:-2]), self._clock, "left"]), "bold")
-        left = self._progress.tasks[0].time_remaining
+        done = self._advance(record["tokens"])
+        self._heading(_COLUMNS)
         seconds = record["round_seconds"]
         tokens = sum(s["tokens"] for s in slices)
         losses = [(s["loss"], s["tokens"]) for s in slices if s["loss"] is not None]
@@ -107,9 +114,31 @@ class RunConsole:
             _percent(record["sign_agreement"]),
             _percent(sum(energies) / len(energies) if energies else None),
             format_count(tokens / seconds) if seconds else "-",
-            "-" if left is None else format_seconds(left),
+            self._left(),
         ]
-        self._print(_row(cells))
+        self._print(_row(cells, _COLUMNS))
+
+    def step_line(self, record: Record, work: Record) -> None:
+        """Print a round of steps: its record, and the record of the work in it, as one line.
+
+        Loss is the mean over tokens, the gradient norm over steps, before clipping; MFU is the
+        share of the GPUs' peak, where that is known.
+        """
+        done = self._advance(record["tokens"])
+        self._heading(_STEP_COLUMNS)
+        loss, norm = work["loss"], work["grad_norm"]
+        cells = [
+            str(record["step"]),
+            done,
+            "-" if loss is None else f"{loss:.4f}",
+            "-" if norm is None else f"{norm:.3g}",
+            str(work["skipped"]),
+            format_seconds(record["round_seconds"] / work["steps"]),
+            format_count(record["tokens_per_second"]),
+            "-" if record["mfu"] is None else format_share(record["mfu"]),
+            self._left(),
+        ]
+        self._print(_row(cells, _STEP_COLUMNS))
 
     def eval_line(self, record: Record) -> None:
         """Print an evaluation."""
@@ -123,6 +152,23 @@ class RunConsole:
     def warn(self, text: str) -> None:
         """Print something that the user should know: a slice left out, steps skipped."""
         self._print(f"  warning: {text}", style="yellow")
+
+    def _advance(self, tokens: int) -> str:
+        done = format_count(tokens)
+        self._progress.update(self._task, completed=tokens, done=done)
+        return done
+
+    def _heading(self, columns: Sequence[tuple[str, str, int]]) -> None:
+        """The names of `columns`, every so many lines."""
+        if next(self._lines) % _LINES_A_HEADING:
+            return
+        low = [name or (self._clock if top == "tokens/s" else "") for top, name, _ in columns]
+        self._print(_row([top for top, _, _ in columns], columns), style="bold")
+        self._print(_row(low, columns), style="bold")
+
+    def _left(self) -> str:
+        left = self._progress.tasks[0].time_remaining
+        return "-" if left is None else format_seconds(left)
 
     def _print(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style), soft_wrap=True)
@@ -157,5 +203,5 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.0%}"
 
 
-def _row(cells: Iterable[str]) -> str:
-    return " ".join(f"{cell:>{width}}" for cell, (_, _, width) in zip(cells, _COLUMNS, strict=True))
+def _row(cells: Iterable[str], columns: Sequence[tuple[str, str, int]]) -> str:
+    return " ".join(f"{cell:>{width}}" for cell, (*_, width) in zip(cells, columns, strict=True))

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from geojax.config import CheckpointConfig, ConfigError, RunError
+from geojax.config import CheckpointConfig, ConfigError, RunError, require
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax narrates; its errors are raised too
 
@@ -46,23 +47,30 @@ class Checkpoints:
     def save(self, state: Any, meta: dict[str, Any]) -> None:
         """Save a pytree of arrays and JSON-able facts about it, in the background.
 
-        Waits for a save that is still going on; RunError where that one failed.
+        Leaves may be spread over devices and processes, all of which call this. Waits for a save
+        that is still going on; RunError where that one failed.
         """
         latest = self._checkpointer.latest
-        copied = jax.tree.map(lambda x: np.array(x, copy=True), state)
+        copied = jax.tree.map(_snapshot, state)
         number = latest.step + 1 if latest else 0
         with self._writing():
             self._checkpointer.save_async(number, copied, force=True, custom_metadata=meta)
 
     def restore(self, abstract: Any) -> tuple[Any, dict[str, Any]]:
-        """State and facts of the newest checkpoint on disk; `abstract` is a pytree of its shapes.
+        """State and facts of the newest checkpoint on disk; `abstract` is a pytree of its shapes,
+        None for whatever is there.
 
-        Leaves are host arrays. ConfigError where the shapes are those of another model.
+        A leaf with a sharding is read to where that says, whatever mesh wrote it; one without is a
+        host array. ConfigError where the shapes are those of another model.
         """
         found = self._checkpointer.metadata()
+        if abstract is None:
+            abstract = found.metadata
         _check_shapes(found.metadata, abstract, self._checkpointer.directory)
-        empty = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract)
-        return self._checkpointer.load(abstract_state=empty), self.meta()
+        wanted = jax.tree.map(
+            lambda x: x if getattr(x, "sharding", None) else np.empty(x.shape, x.dtype), abstract
+        )
+        return self._checkpointer.load(abstract_state=wanted), self.meta()
 
     def meta(self) -> dict[str, Any]:
         """Facts of the newest checkpoint on disk, before any save of this object's."""
@@ -88,6 +96,36 @@ class Checkpoints:
                 f"a checkpoint could not be written to {self._checkpointer.directory}: {reason}; "
                 "those before it are whole: make room, then go on with `geojax train --resume`"
             ) from error
+
+
+def read_params(run: Path) -> tuple[Any, dict[str, Any]]:
+    """Parameters in a run folder's newest checkpoint, and its facts.
+
+    Host arrays, layers in the model's order. ConfigError where there is no checkpoint.
+    """
+    require(
+        (run / "checkpoints").is_dir(),
+        f"{run} has no checkpoint yet; let the run save one, or name another folder",
+    )
+    with Checkpoints(run / "checkpoints", CheckpointConfig()) as checkpoints:
+        require(not checkpoints.empty, f"{run} has no checkpoint yet; let the run save one")
+        state, meta = checkpoints.restore(None)
+    if "params" in state:  # of slices: what they share
+        return state["params"], meta
+    params, order = state["state"]["params"], meta["layer_order"]
+    if order is not None:
+        place = np.argsort(order)
+        params["blocks"] = jax.tree.map(lambda x: x[place], params["blocks"])
+    return params, meta
+
+
+def _snapshot(x: Any) -> Any:
+    """A copy that the run cannot change while it is being written."""
+    if not isinstance(x, jax.Array):
+        return np.array(x, copy=True)
+    if next(iter(x.devices())).platform != "cpu":
+        return x  # Orbax copies it to the host before `save` returns
+    return np.array(x, copy=True) if x.is_fully_addressable else jnp.copy(x)
 
 
 def _check_shapes(stored: Any, abstract: Any, folder: Any) -> None:

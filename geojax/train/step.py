@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inner step, and many of them in one compiled loop.
+"""The training step, and many of them in one loop.
 
 Invariant: a step is a pure function of (state, batch, rate); its loss and gradient are sums over
 loss-bearing tokens divided by their number, whatever the division into micro-batches and devices.
@@ -7,8 +7,8 @@ A step that would do harm leaves the state as it was and is counted.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -16,9 +16,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from geojax.config import TrainConfig
+from geojax.config import TrainConfig, require
 from geojax.data import Batch
+from geojax.meshes.gradient import LossSums
+from geojax.models.config import TransformerConfig
 from geojax.models.transformer import Params
+from geojax.models.weights import load_safetensors, read_config
 from geojax.train.optim import make_optimizer, make_schedule
 
 _SPIKE_MEMORY = 0.95  # decay of the running mean loss that spikes are measured against
@@ -50,9 +53,8 @@ class StepStats(NamedTuple):
     skipped: Int[Array, ""]
 
 
-InnerLoop = jax.stages.Wrapped
-"""(state, chunk, count, begin, stride, done) -> (TrainState, StepStats): see make_inner_loop."""
-LossSum = Callable[[Params, Batch], tuple[Float[Array, ""], Float[Array, ""]]]
+Gradient = Callable[[Params, Batch, Int[Array, ""]], tuple[LossSums, Params]]
+"""(params, batch, step) -> sums over the batch, and the gradient of the summed nats."""
 
 
 def init_state(params: Params, config: TrainConfig) -> TrainState:
@@ -61,31 +63,33 @@ def init_state(params: Params, config: TrainConfig) -> TrainState:
     return TrainState(params, opt_state, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
 
 
-def make_loss(apply: Callable[..., Array], dtype: str) -> LossSum:
-    """`loss(params, batch)`: sum of next-token losses in nats, and the tokens that bear one.
-
-    Batch arrays are [b, t].
-    """
-
-    def loss(params: Params, batch: Batch):
-        logits = apply(params, batch.tokens, batch.positions, batch.segments, jnp.dtype(dtype))
-        nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
-        return jnp.sum(nats * batch.weights), jnp.sum(batch.weights)
-
-    return loss
+def read_init(folder: str, model: TransformerConfig) -> Params:
+    """Host parameters from a folder of safetensors; ConfigError where they are of another model."""
+    path = Path(folder).expanduser()
+    theirs = read_config(path)
+    require(
+        replace(theirs, dropout=model.dropout, attention_dropout=model.attention_dropout) == model,
+        f"init {folder} holds {theirs}, and the config's model is {model}; set model to match",
+    )
+    return load_safetensors(path, model)
 
 
-def make_train_step(loss: LossSum, config: TrainConfig):
+def make_train_step(
+    gradient: Gradient,
+    config: TrainConfig,
+    settle: Callable[[TrainState], TrainState] = lambda state: state,
+):
     """`step(state, batch, progress)` with batch arrays [m, b, t], m micro-batches.
 
-    `progress` is tokens seen over tokens of the run, in [0, 1].
+    `progress` is tokens seen over tokens of the run, in [0, 1]. `settle` says where the parts of
+    the new state lie.
     """
     optimizer = make_optimizer(config.optimizer)
     schedule = make_schedule(config.schedule, config.optimizer.learning_rate)
     spike = config.anomalies.spike_factor
 
     def step(state: TrainState, batch: Batch, progress) -> tuple[TrainState, StepStats]:
-        (loss_sum, tokens), grads = _accumulate(loss, state.params, batch)
+        (loss_sum, tokens), grads = gradient(state.params, batch, state.step)
         count = jnp.maximum(tokens, 1.0)
         grads = jax.tree.map(lambda g: g / count, grads)
         mean_loss, norm = loss_sum / count, optax.tree.norm(grads)
@@ -102,25 +106,23 @@ def make_train_step(loss: LossSum, config: TrainConfig):
             params=jax.tree.map(lambda p, u: p - rate * u, state.params, updates),
             opt_state=opt_state,
             step=state.step + 1,
-            mean_loss=memory * state.mean_loss + (1 - memory) * mean_loss,
+            mean_loss=(memory * state.mean_loss + (1 - memory) * mean_loss).astype(jnp.float32),
         )
         stats = StepStats(loss_sum, tokens.astype(jnp.int32), norm, jnp.int32(1), jnp.int32(0))
         none = jax.tree.map(jnp.zeros_like, stats)._replace(skipped=jnp.int32(1))
-        return _choose(good, new, state), _choose(good, stats, none)
+        return settle(_choose(good, new, state)), _choose(good, stats, none)
 
     return step
 
 
-def make_inner_loop(loss: LossSum, config: TrainConfig) -> InnerLoop:
+def make_loop(step: Callable[..., tuple[TrainState, StepStats]]):
     """`loop(state, chunk, count, begin, stride, done)`: `count` steps over a chunk [c, m, b, t].
 
-    `count` <= c is an argument, so one compilation serves every number of inner steps. Step i of
-    the chunk runs at progress begin + stride * (done + i), so the bits do not depend on where a
-    round is cut into chunks. The state is donated.
+    `count` <= c is an argument, so one compilation serves every number of steps. Step i of the
+    chunk runs at progress begin + stride * (done + i), so the bits do not depend on where a round
+    is cut into chunks.
     """
-    step = make_train_step(loss, config)
 
-    @partial(jax.jit, donate_argnums=0)
     def loop(state: TrainState, chunk: Batch, count, begin, stride, done):
         def body(i, carry):
             state, total = carry
@@ -128,21 +130,12 @@ def make_inner_loop(loss: LossSum, config: TrainConfig) -> InnerLoop:
             state, stats = step(state, batch, begin + stride * (done + i))
             return state, jax.tree.map(jnp.add, total, stats)
 
-        zero = StepStats(*(jnp.zeros((), t) for t in ("f4", "i4", "f4", "i4", "i4")))
+        first = jax.tree.map(lambda x: x[0], chunk)
+        shapes = jax.eval_shape(step, state, first, begin)[1]
+        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return jax.lax.fori_loop(0, count, body, (state, zero))
 
     return loop
-
-
-def _accumulate(loss: LossSum, params: Params, batch: Batch):
-    """Sums of loss, tokens and gradients over micro-batches."""
-    gradient = jax.value_and_grad(loss, has_aux=True)
-
-    def add(total, micro):
-        return jax.tree.map(jnp.add, total, gradient(params, micro)), None
-
-    zero = ((jnp.float32(0), jnp.float32(0)), jax.tree.map(jnp.zeros_like, params))
-    return jax.lax.scan(add, zero, batch)[0]
 
 
 def _choose(condition, yes, no):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geojax.data import Batch, Corpus, TrainSequences, ValidSequences, allot
+from geojax.data import Batch, Corpus, TrainSequences, ValidSequences, allot, empty_batch
 
 EOS = 0
 
@@ -170,7 +170,42 @@ def test_validation_predicts_the_head_of_the_stream_once(tokens, batch, wanted):
     assert targets == list(range(2, 2 + min(wanted * 4, tokens - 1)))
 
 
-def test_ids_are_read_as_int32_and_contiguous():
-    for array in sequences(3).chunk(0, 1, 3):
+@settings(deadline=None, max_examples=25)
+@given(
+    start=st.integers(0, 100) | st.integers(2**32 - 9, 2**32),
+    steps=st.integers(1, 7),
+    batch=st.integers(1, 3),
+    chunk_steps=st.integers(1, 4),
+)
+def test_every_sequence_carries_its_number(start, steps, batch, chunk_steps):
+    data = sequences(5)
+    parts = [b.samples for b, _ in data.chunks(start, steps, batch, chunk_steps)]
+    assert {(s.shape, s.dtype) for s in parts} == {((chunk_steps, batch), np.dtype(np.uint32))}
+    padded = np.concatenate(parts).ravel()
+    assert padded.tolist() == [n % 2**32 for n in range(start, start + len(padded))]
+
+
+@settings(deadline=None)
+@given(batch=st.integers(1, 5), first=st.integers(0, 9))
+def test_validation_numbers_the_stream(batch, first):
+    data = ValidSequences(corpus([1, 2], valid=np.arange(1, 43)), 4)
+    for b in data.batches(batch, data.sequences, first):
+        real = b.weights.any(1)
+        np.testing.assert_array_equal(b.samples[real] * 4 + 1, b.tokens[real, 0])
+        assert (np.diff(b.samples) == 1).all()
+
+
+def test_empty_batch_has_the_form_of_a_chunk():
+    chunk, empty = sequences(6).chunk(0, 2, 3), empty_batch((2, 3), 4)
+    for read, zeros in zip(chunk, empty, strict=True):
+        assert (zeros.shape, zeros.dtype) == (read.shape, read.dtype)
+        assert not zeros.any()
+    assert len({id(x) for x in empty}) == len(Batch._fields)  # may be donated one by one
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_fields_have_their_types_and_are_contiguous(mask):
+    types = dict.fromkeys(Batch._fields, np.int32) | {"weights": np.float32, "samples": np.uint32}
+    for name, array in sequences(3, document_mask=mask).chunk(0, 1, 3)._asdict().items():
         assert array.flags.c_contiguous
-        assert array.dtype == (np.float32 if array.dtype.kind == "f" else np.int32)
+        assert array.dtype == types[name]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from geojax.config import ConfigError, DataConfig, SourceConfig, TokenizerConfig
+from geojax.config import ConfigError, DataConfig, MaskingConfig, SourceConfig, TokenizerConfig
 from geojax.data import corpus as corpus_module
 from geojax.data import describe, iter_documents, prepare
 from geojax.data.corpus import cache_dir
@@ -177,6 +177,37 @@ def test_model_smaller_than_the_tokenizer_is_refused(pydoc, cache, tmp_path, cac
         prepare(PYDOC, 500, cache if cached else tmp_path)
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_model_without_room_for_the_mask_token_is_refused(pydoc, cache, tmp_path, cached):
+    masked, cache = replace(PYDOC, masking=MaskingConfig()), cache if cached else tmp_path
+    with pytest.raises(
+        ConfigError,
+        match=r"ids up to 511 and no mask token, which takes id 512, beyond model.vocab_size 512; "
+        r"set model.vocab_size to at least 513",
+    ):
+        prepare(masked, 512, cache)
+    assert prepare(masked, 513, cache).mask_id == 512
+
+
+def test_a_mask_token_of_the_tokenizer_needs_no_room(pydoc, tmp_path):
+    inner = pydoc.tokenizer().inner
+    inner.add_special_tokens(["[MASK]"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    file = TokenizerConfig(kind="file", path=str(tmp_path / "tokenizer.json"))
+    masked = replace(PYDOC, tokenizer=file, masking=MaskingConfig())
+    corpus = prepare(masked, 513, tmp_path)
+    assert (corpus.mask_id, corpus.vocab_size) == (512, 513)
+    assert not corpus.ordinary[512]
+
+
+def test_masking_shares_the_corpus_made_without(pydoc, cache, monkeypatch):
+    before = {path: path.read_bytes() for path in pydoc.folder.iterdir()}
+    monkeypatch.setattr(corpus_module, "_write", None)
+    masked = prepare(replace(PYDOC, masking=MaskingConfig()), 513, cache)
+    assert masked.folder == pydoc.folder
+    assert {path: path.read_bytes() for path in masked.folder.iterdir()} == before
+
+
 def test_vocabulary_beyond_16_bits_takes_32(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -210,6 +241,15 @@ def test_description_names_what_was_made(pydoc):
     assert rows["sequences"].startswith(f"{pydoc.sequences:,} ")
     assert rows["folder"] == str(pydoc.folder)
     assert rows["stored as"] == "uint16"
+    assert "masking" not in rows
+
+
+def test_description_says_what_is_masked(cache):
+    masking = MaskingConfig(fraction=0.125, keep=0.1, randomize=0.2)
+    rows = dict(describe(prepare(replace(PYDOC, masking=masking), 513, cache)))
+    assert rows["masking"] == (
+        "12.5% of a sequence predicted, of it 70% token 512, 20% random, 10% unchanged"
+    )
 
 
 def test_import_is_light():

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geojax.config import ConfigError, TokenizerConfig
 from geojax.data import tokenizer as tokenizer_module
-from geojax.data.tokenizer import load_tokenizer, read_tokenizer, tokenizer_key
+from geojax.data.tokenizer import EOS, load_tokenizer, read_tokenizer, tokenizer_key
 
 TEXTS = ["the cat sat on the mat", "the dog sat on the log", "übergroße Öfen"] * 3
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
@@ -15,6 +16,18 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 def bpe(cache, vocab_size=300, texts=TEXTS):
     return load_tokenizer(TokenizerConfig(vocab_size=vocab_size), lambda: texts, cache)
+
+
+def words(tmp_path, special, plain=()):
+    """A tokenizer of three words, a gap, and three more; then special and other entries."""
+    from tokenizers import Tokenizer, models
+
+    ids = {f"w{i}": i for i in (0, 1, 2, 7, 8, 9)}
+    ids |= {name: 10 + i for i, name in enumerate([*special, *plain])}
+    inner = Tokenizer(models.WordLevel(ids))
+    inner.add_special_tokens(special)
+    inner.save(str(tmp_path / "words.json"))
+    return read_tokenizer(tmp_path / "words.json")
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +93,36 @@ def test_padding_and_truncation_of_a_file_are_dropped(trained, tmp_path):
     assert [len(ids) for ids in loaded.encode_batch(texts)] == [
         len(ids) for ids in trained.encode_batch(texts)
     ]
+
+
+@pytest.mark.parametrize("name", [None, "[MASK]", "<mask>", "<|mask|>"])
+def test_mask_token_is_its_own_or_the_next_id(tmp_path, name):
+    tokenizer = words(tmp_path, ["<unk>", EOS, *([name] if name else [])])
+    assert tokenizer.vocab_size == 12 + bool(name)
+    assert tokenizer.mask_id == tokenizer.vocab_size - bool(name)
+
+
+def test_ordinary_ids_are_those_of_text(tmp_path):
+    tokenizer = words(tmp_path, ["<unk>", EOS, "[MASK]"])
+    assert np.flatnonzero(tokenizer.ordinary).tolist() == [0, 1, 2, 7, 8, 9]
+
+
+def test_mask_and_end_of_text_are_not_ordinary_even_if_plain_entries(tmp_path):
+    tokenizer = words(tmp_path, [], [EOS, "[MASK]"])
+    assert (tokenizer.eos_id, tokenizer.mask_id) == (10, 11)
+    assert np.flatnonzero(tokenizer.ordinary).tolist() == [0, 1, 2, 7, 8, 9]
+
+
+def test_bpe_text_is_ordinary(trained):
+    ids = np.concatenate(trained.encode_batch(TEXTS))
+    assert trained.ordinary[ids].all()
+    assert trained.ordinary.sum() == trained.vocab_size - 1
+    assert trained.mask_id == trained.vocab_size
+
+
+def test_bert_documents_end_in_sep(tmp_path):
+    tokenizer = words(tmp_path, ["[CLS]", "[SEP]", "[MASK]"])
+    assert (tokenizer.eos_id, tokenizer.mask_id) == (11, 12)
 
 
 def test_unusable_files_are_refused(trained, tmp_path):

@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from geojax.geomesh.message import FRAME_BYTES, Header, MessageError, pack, unpack
@@ -16,6 +16,7 @@ def open_frame(frame, round_=7, slice_=2):
     return unpack(frame, round_, slice_, "koreacentral")
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(
     st.builds(
         Header,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs of a tiny model: what slices share, what each sees, and what survives a stop."""
 
+import copy
 import io
 import json
 import random
@@ -10,7 +11,9 @@ from functools import cache
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from rich.console import Console
 
@@ -25,6 +28,7 @@ from geojax.config import (
     DataConfig,
     EvalConfig,
     ExchangeConfig,
+    LostRunError,
     OptimizerConfig,
     OuterConfig,
     RunConfig,
@@ -37,12 +41,13 @@ from geojax.config import (
 from geojax.configs import METHODS
 from geojax.data import TrainSequences, ValidSequences, prepare
 from geojax.geomesh.outer import DesyncError
-from geojax.geomesh.trainer import LostRunError, Trainer
+from geojax.geomesh.trainer import Trainer
 from geojax.geomesh.worker import Worker
+from geojax.meshes.gradient import LossSums
 from geojax.models.config import TransformerConfig
 from geojax.models.transformer import init_params, make_apply
 from geojax.track.metrics import read_records
-from geojax.train.step import init_state, make_inner_loop, make_loss, make_train_step
+from geojax.train.step import init_state, make_loop, make_train_step
 
 SEQ_LEN, BATCH = 16, 4
 VOCAB = 257  # bytes and end-of-text
@@ -80,7 +85,7 @@ def _equal_runs_compile_once():
     """Makers of compiled programs are pure: runs of one config may share what they made."""
     exchange = cache(trainer_module.MeshExchange)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("init_params", "make_apply", "make_loss", "make_inner_loop", "make_evaluate"):
+        for name in ("init_params", "Program"):
             patch.setattr(trainer_module, name, cache(getattr(trainer_module, name)))
         patch.setattr(trainer_module, "MeshExchange", lambda leaders: exchange(tuple(leaders)))
         yield
@@ -168,24 +173,50 @@ def records(folder, kind: str | None = None) -> list[dict]:
     ]
 
 
+def replace_loop(worker: Worker, make) -> None:
+    """This worker's compiled loop becomes `make(loop)`; runs that share its program keep theirs."""
+    worker.program = copy.copy(worker.program)
+    worker.program.run = make(worker.program.run)
+
+
 def stop_in(folder_round: int, chunks: int):
     """A hook that sets the stop event in that round, when so many chunks have run in it."""
 
     def hook(trainer):
         seen = []
-        for worker in trainer.workers:
-            loop = worker._loop
 
-            def counted(*args, loop=loop):
+        def counting(loop):
+            def counted(*args):
                 if trainer.position.round == folder_round - 1:
                     seen.append(1)
                     if len(seen) == chunks:
                         trainer._stop.set()
                 return loop(*args)
 
-            worker._loop = counted
+            return counted
+
+        for worker in trainer.workers:
+            replace_loop(worker, counting)
 
     return hook
+
+
+def model_loss(params, batch):
+    """Sum of the losses of sequences [..., T] by the definition, and the tokens that bear one."""
+    rows = jax.tree.map(lambda x: x.reshape(-1, SEQ_LEN), batch._replace(samples=None))
+    logits = make_apply(MODEL)(params, rows.tokens, rows.positions, rows.segments)
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, rows.targets)
+    return jnp.sum(nats * rows.weights), jnp.sum(rows.weights)
+
+
+def plain_step(train: TrainConfig):
+    """A step of the model on one device, without any program."""
+
+    def gradient(params, batch, step):
+        (nats, tokens), grads = jax.value_and_grad(model_loss, has_aux=True)(params, batch)
+        return LossSums(nats, tokens), grads
+
+    return make_train_step(gradient, train)
 
 
 def bits(tree) -> list[bytes]:
@@ -306,9 +337,8 @@ def test_one_slice_without_outer_momentum_is_plain_training(base, trainers, tmp_
     start(config, tmp_path / "run")
     (trainer,) = trainers.made
     corpus = prepare(config.data, VOCAB)
-    loop = make_inner_loop(make_loss(make_apply(MODEL), "float32"), train)
+    loop = jax.jit(make_loop(plain_step(train)))
     chunk = TrainSequences(corpus, SEQ_LEN, config.data.seed).chunk(0, 16, BATCH)
-    chunk = jax.tree.map(lambda x: x[:, None], chunk)
     state, _ = loop(init_state(init_params(MODEL, config.seed), train), chunk, 16, 0.0, 1 / 16, 0)
     # Each of the 4 rounds rounds shared - (shared - local); AdamW may stretch that a little.
     got = trainer.workers[0].outer.params
@@ -334,11 +364,11 @@ def test_a_step_a_round_is_data_parallel_adamw(base, trainers, tmp_path):
     train = replace(
         config.train, optimizer=outer.optimizer, schedule=outer.schedule, clip_norm=None
     )
-    step = jax.jit(make_train_step(make_loss(make_apply(MODEL), "float32"), train))
+    step = jax.jit(plain_step(train))
     state = init_state(init_params(MODEL, config.seed), train)
     for i in range(steps):
         batch = sequences.chunk(i * slices * BATCH, 1, slices * BATCH)
-        state, _ = step(state, batch, i / steps)
+        state, _ = step(state, jax.tree.map(lambda x: x[0], batch), i / steps)
     # shared - (shared - gradient) keeps a gradient to 6e-8 where parameters are near 1, and AdamW
     # divides by its size: gradients of 1e-5 come out right to 1 %, of a movement of some 2e-2.
     assert_close(trainer.workers[0].outer.params, state.params, rtol=0, atol=3e-4)
@@ -349,11 +379,18 @@ def test_a_step_a_round_is_data_parallel_adamw(base, trainers, tmp_path):
 def test_slices_on_devices_of_their_own_compute_the_same(base, tmp_path, monkeypatch):
     adamw = OptimizerConfig(name="adamw", learning_rate=3e-3)
     config = replace(
-        base, exchange=EXACT, train=replace(base.train, optimizer=adamw, total_tokens=3000)
+        base,
+        model=replace(MODEL, layers=2),
+        exchange=EXACT,
+        train=replace(base.train, optimizer=adamw, total_tokens=3000),
+    )
+    layouts = (
+        {"devices": 2, "pp": 2, "remat": "full"},
+        {"devices": 2, "sharding": "all"},
+        {"devices": 4, "tp": 2, "sharding": "optimizer"},
     )
     apart = replace(
-        config,
-        slices=tuple(replace(s, devices=n) for s, n in zip(config.slices, (1, 2, 4), strict=True)),
+        config, slices=tuple(replace(s, **x) for s, x in zip(config.slices, layouts, strict=True))
     )
     start(apart, tmp_path / "apart")
     see_one_device(monkeypatch)
@@ -393,14 +430,18 @@ def poison_steps(rounds: range, victims: set[int]):
     def hook(trainer):
         for worker in trainer.workers:
             if worker.index in victims:
-                loop = worker._loop
+                replace_loop(worker, dirtying(trainer))
 
-                def dirty(state, chunk, *rest, loop=loop):
-                    if trainer.position.round + 1 in rounds:
-                        chunk = chunk._replace(weights=chunk.weights * np.nan)
-                    return loop(state, chunk, *rest)
+    def dirtying(trainer):
+        def make(loop):
+            def dirty(state, chunk, *rest):
+                if trainer.position.round + 1 in rounds:
+                    chunk = chunk._replace(weights=chunk.weights * np.nan)
+                return loop(state, chunk, *rest)
 
-                worker._loop = dirty
+            return dirty
+
+        return make
 
     return hook
 
@@ -441,7 +482,7 @@ def test_a_slice_with_nan_is_left_out_and_the_run_goes_on(
 
 
 @pytest.mark.parametrize("schedule", ["gather", "two_phase"])
-def test_rounds_that_nobody_joins_end_the_run(base, trainers, tmp_path, schedule):
+def test_rounds_that_nobody_joins_end_the_run(base, trainers, one_device, tmp_path, schedule):
     anomalies = AnomalyConfig(max_lost_rounds=2)
     config = replace(
         base,
@@ -457,7 +498,7 @@ def test_rounds_that_nobody_joins_end_the_run(base, trainers, tmp_path, schedule
     assert rounds[0]["hash"] == rounds[1]["hash"] == rounds[2]["hash"]
 
 
-def test_one_lost_round_is_survived(base, trainers, tmp_path):
+def test_one_lost_round_is_survived(base, trainers, one_device, tmp_path):
     anomalies = AnomalyConfig(max_lost_rounds=2)
     config = replace(base, train=replace(base.train, anomalies=anomalies))
     trainers.hooks = [poison_gradient(range(2, 9, 2), {0, 1, 2})]
@@ -584,29 +625,35 @@ def test_a_finished_run_has_nothing_left_to_do(base, tmp_path):
 
 
 @pytest.mark.parametrize(("tied", "scales"), [(False, "tensor"), (False, "row"), (True, "row")])
-def test_rows_of_unused_vocabulary_never_move(base, trainers, tmp_path, tied, scales):
+def test_rows_of_unused_vocabulary_never_move(base, trainers, one_device, tmp_path, tied, scales):
     unused = 15
     model = replace(MODEL, vocab_size=VOCAB + unused, tied=tied)
     config = replace(base, model=model, exchange=ExchangeConfig(scales=scales))
     start(config, tmp_path / "run")
     (trainer,) = trainers.made
-    before = init_params(model, config.seed)["embed"]
-    after = trainer.workers[0].outer.params["embed"]
-    moved = (np.asarray(before) != after).any(axis=1)
+    before, after = init_params(model, config.seed), trainer.workers[0].outer.params
+    moved = (np.asarray(before["embed"]) != after["embed"]).any(axis=1)
     assert moved.any()
     # A tied head gives every row a gradient: the model learns that these tokens do not come.
-    assert moved[VOCAB:].all() if tied else not moved[VOCAB:].any()
+    assert moved[VOCAB : VOCAB + unused].all() if tied else not moved[VOCAB:].any()
+    # Rows that only fill up the table are never predicted: they are zeros, and stay so.
+    for name in ("embed",) if tied else ("embed", "head"):
+        assert after[name].shape[0] > VOCAB + unused
+        assert not after[name][VOCAB + unused :].any()
 
 
-def test_tied_weights_are_exchanged_once(base, trainers, tmp_path):
+def test_tied_weights_are_exchanged_once(base, trainers, one_device, tmp_path):
     model = replace(MODEL, tied=True)
     one_round = replace(base.train, total_tokens=1)
     start(replace(base, model=model, exchange=EXACT, train=one_round), tmp_path / "run")
     (trainer,) = trainers.made
     leaves = trainer.workers[0].pseudo_gradient()
-    assert sum(x.size for x in leaves) == model.num_params
+    padding = (model.padded_vocab - model.vocab_size) * model.dim
+    assert sum(x.size for x in leaves) == model.num_params + padding
     assert "head" not in trainer.workers[0].outer.params
-    assert trainer.traffic.payload_bytes == pytest.approx(4 * model.num_params, abs=100)
+    assert trainer.traffic.params == model.num_params
+    sent = 4 * (model.num_params + padding)
+    assert trainer.traffic.payload_bytes == pytest.approx(sent, abs=100)
 
 
 @pytest.mark.parametrize("change", [{"mlp_dim": 32}, {"layers": 2}, {"tied": True}])
@@ -630,7 +677,7 @@ def test_evaluation_looks_at_the_shared_parameters(base, trainers, tmp_path):
     start(base, tmp_path / "run")
     (trainer,) = trainers.made
     corpus = prepare(base.data, VOCAB)
-    loss = make_loss(make_apply(MODEL), "float32")
+    loss = jax.jit(model_loss)
     nats = tokens = 0.0
     for batch in ValidSequences(corpus, SEQ_LEN).batches(5, base.eval.sequences):
         part = loss(trainer.workers[1].outer.params, batch)

@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geojax.meshes.axes import DATA, SLICE, assign_devices, data_mesh, slice_mesh
+from geojax.meshes.axes import (
+    DATA,
+    PIPELINE,
+    SLICE,
+    TENSOR,
+    assign_devices,
+    data_mesh,
+    slice_mesh,
+    strategy_mesh,
+)
+from geojax.meshes.strategy import Strategy
 
 wishes = st.lists(st.integers(1, 8), min_size=1, max_size=6)
 
@@ -48,3 +58,18 @@ def test_meshes_hold_their_devices_in_order():
     for mesh, axis in ((data_mesh(devices), DATA), (slice_mesh(devices), SLICE)):
         assert mesh.shape == {axis: 4}
         np.testing.assert_array_equal(mesh.devices, devices)
+
+
+def test_neighbours_of_a_strategy_share_layers():
+    devices = jax.devices()
+    mesh = strategy_mesh(Strategy(2, 2, 2, 1, 4), devices)
+    assert mesh.shape == {PIPELINE: 2, DATA: 2, TENSOR: 2}
+    assert mesh.devices.ravel().tolist() == devices
+    for stage in mesh.devices:
+        for shared in stage:  # what sends most lies side by side, then copies, then stages
+            assert [d.id for d in shared] == [shared[0].id, shared[0].id + 1]
+
+
+def test_another_number_of_devices_than_the_strategy_wants_is_refused():
+    with pytest.raises(ValueError, match="dp2-tp1-pp1-mb1-gb2 wants 2 devices, and was given 3"):
+        strategy_mesh(Strategy(2, 1, 1, 1, 2), jax.devices()[:3])

@@ -13,21 +13,26 @@ from geojax.models.config import MODELS, RopeScaling, TransformerConfig, get_mod
 from geojax.models.transformer import abstract_params, make_apply
 
 GOOD = TransformerConfig(vocab_size=16, dim=24, layers=2, heads=6, kv_heads=2, mlp_dim=8)
+GPT = replace(GOOD, family="gpt", context=32)
+BERT = replace(GPT, family="bert", tied=True)
 
 
 @st.composite
 def shapes(draw):
     kv_heads, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    heads = kv_heads * groups
+    family = draw(st.sampled_from(["llama", "gpt", "bert"]))
+    heads, llama = kv_heads * groups, family == "llama"
     return TransformerConfig(
-        vocab_size=draw(st.integers(1, 40)),
-        dim=heads * 2 * draw(st.integers(1, 4)),
+        vocab_size=draw(st.integers(1, 300)),
+        dim=heads * (2 if llama else 1) * draw(st.integers(1, 4)),
         layers=draw(st.integers(1, 4)),
         heads=heads,
         kv_heads=kv_heads,
         mlp_dim=draw(st.integers(1, 30)),
-        tied=draw(st.booleans()),
-        rope_scaling=draw(st.sampled_from([None, RopeScaling()])),
+        tied=family == "bert" or draw(st.booleans()),
+        family=family,
+        context=draw(st.integers(0 if llama else 5, 9)),
+        rope_scaling=draw(st.sampled_from([None, RopeScaling()])) if llama else None,
     )
 
 
@@ -35,7 +40,15 @@ def shapes(draw):
 @given(config=shapes())
 def test_a_shape_can_be_built_and_counts_its_parameters(config):
     params = abstract_params(config)
-    assert sum(math.prod(x.shape) for x in jax.tree.leaves(params)) == config.num_params
+    # Rows of embedding, head and a head's bias are filled up to whole multiples of 128.
+    padding = sum(
+        math.prod(params[name].shape[1:]) * (params[name].shape[0] - config.vocab_size)
+        for name in {"embed", "head", "head_bias"} & set(params)
+    )
+    assert all(params[x].shape[0] % 128 == 0 for x in {"embed", "head", "head_bias"} & set(params))
+    assert 0 <= config.padded_vocab - config.vocab_size < 128
+    built = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+    assert built - padding == config.num_params
     ids = jax.ShapeDtypeStruct((2, 5), "int32")
     logits = jax.eval_shape(make_apply(config), params, ids, ids, ids)
     assert logits.shape == (2, 5, config.vocab_size)
@@ -55,6 +68,21 @@ def test_a_shape_can_be_built_and_counts_its_parameters(config):
         ({"dim": 18}, "dim 18 must be an even multiple of heads 6 .*use dim 24"),
         ({"kv_heads": 4}, r"heads 6 do not divide by kv_heads 4; use one of \[1, 2, 3, 6\]"),
         ({"kv_heads": 12}, r"heads 6 do not divide by kv_heads 12; use one of \[1, 2, 3, 6\]"),
+        ({"family": "t5"}, "family 't5'; use llama, gpt or bert"),
+        ({"context": -1}, "context -1: .* say how many, such as 1024"),
+        ({"dropout": 1.0}, r"dropout 1.0 must lie in \[0, 1\)"),
+        ({"attention_dropout": -0.1}, r"attention_dropout -0.1 must lie in \[0, 1\)"),
+        ({"family": "gpt"}, "context 0: a gpt learns its positions; say how many, such as 1024"),
+        ({"family": "bert", "tied": True}, "context 0: a bert learns its positions"),
+        (
+            {"family": "bert", "context": 32},
+            "tied False: the head of a bert is its embedding; set it True",
+        ),
+        (
+            {"family": "gpt", "context": 32, "rope_scaling": RopeScaling()},
+            "rope_scaling means nothing to a gpt; leave it unset",
+        ),
+        ({"family": "gpt", "context": 32, "dim": 25}, "dim 25 must be .* heads 6; use dim 30"),
     ],
 )
 def test_a_shape_that_cannot_be_built_is_refused_with_the_fix(changes, message):
@@ -63,14 +91,14 @@ def test_a_shape_that_cannot_be_built_is_refused_with_the_fix(changes, message):
 
 
 @settings(deadline=None, max_examples=50)
-@given(dim=st.integers(1, 100), heads=st.integers(1, 12))
-def test_the_width_that_the_message_names_is_legal(dim, heads):
+@given(base=st.sampled_from([GOOD, GPT]), dim=st.integers(1, 100), heads=st.integers(1, 12))
+def test_the_width_that_the_message_names_is_legal(base, dim, heads):
     try:
-        replace(GOOD, dim=dim, heads=heads, kv_heads=1)
+        replace(base, dim=dim, heads=heads, kv_heads=1)
     except ValueError as error:
         named = int(str(error).rsplit(" ", 1)[1])
         assert named > dim
-        replace(GOOD, dim=named, heads=heads, kv_heads=1)
+        replace(base, dim=named, heads=heads, kv_heads=1)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 4.0), (4.0, 4.0), (5.0, 4.0), (-1.0, 4.0)])
@@ -87,11 +115,15 @@ def test_unknown_model_is_answered_with_the_nearest():
         get_model("zzz")
 
 
-def test_training_flops_equal_the_sum_over_matmuls():
+@pytest.mark.parametrize("config", [GOOD, GPT, BERT], ids=["llama", "gpt", "bert"])
+def test_training_flops_equal_the_sum_over_matmuls(config):
     # Forward 2 FLOPs a multiply-add, backward twice that; scores and their use, half of them masked
-    length, kv_width = 10, GOOD.kv_heads * GOOD.head_dim
-    projections = 2 * GOOD.dim**2 + 2 * GOOD.dim * kv_width + 3 * GOOD.dim * GOOD.mlp_dim
-    attention = 2 * GOOD.dim * length / 2
-    forward = 2 * (GOOD.layers * (projections + attention) + GOOD.vocab_size * GOOD.dim)
-    norms = (2 * GOOD.layers + 1) * GOOD.dim  # counted as if they were matmuls: 6 FLOPs each
-    assert GOOD.train_flops_per_token(length) == pytest.approx(3 * forward + 6 * norms)
+    # where later tokens are. Norms, biases, lookups and rows of padding count nothing.
+    length, kv_width = 10, config.kv_heads * config.head_dim
+    matrices = 3 if config.family == "llama" else 2
+    projections = 2 * config.dim**2 + 2 * config.dim * kv_width
+    projections += matrices * config.dim * config.mlp_dim
+    attention = 2 * config.dim * length / (1 if config.family == "bert" else 2)
+    head = config.vocab_size * config.dim + (config.dim**2 if config.family == "bert" else 0)
+    forward = 2 * (config.layers * (projections + attention) + head)
+    assert config.train_flops_per_token(length) == pytest.approx(3 * forward)

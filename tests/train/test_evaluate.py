@@ -2,22 +2,24 @@
 """Held-out loss is the mean over loss-bearing tokens, whatever the batches and devices."""
 
 import math
+from functools import cache
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from geojax.config import ConfigError, TrainConfig
 from geojax.data import Batch
-from geojax.meshes.axes import data_mesh
+from geojax.meshes.gradient import LossSums
+from geojax.meshes.strategy import Strategy
 from geojax.models.config import TransformerConfig
 from geojax.models.transformer import init_params, make_apply
-from geojax.train.evaluate import make_evaluate
-from geojax.train.step import make_loss
+from geojax.train.evaluate import Evaluation, summarize
+from geojax.train.program import Program, Task
 
 MODEL = TransformerConfig(vocab_size=13, dim=8, layers=1, heads=2, kv_heads=1, mlp_dim=12)
 LENGTH = 6
-APPLY = make_apply(MODEL)
+TRAIN = TrainConfig(total_tokens=1, compute_dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,8 @@ def sequences(rows):
     tokens, targets = rng.integers(0, MODEL.vocab_size, (2, rows, LENGTH), np.int32)
     weights = (np.arange(LENGTH) < rng.integers(0, LENGTH, (rows, 1))).astype(np.float32)
     positions = np.tile(np.arange(LENGTH, dtype=np.int32), (rows, 1))
-    return Batch(tokens, targets, weights, np.zeros_like(tokens), positions)
+    samples = np.arange(rows, dtype=np.uint32)
+    return Batch(tokens, targets, weights, np.zeros_like(tokens), positions, samples)
 
 
 def cut(batch, size):
@@ -46,41 +49,69 @@ def padded(batch, rows):
     return Batch(*(np.concatenate(pair) for pair in zip(batch, other, strict=True)))
 
 
-def evaluate(params, batches, devices=1):
-    mesh = data_mesh(jax.devices()[:devices])
-    return make_evaluate(make_loss(APPLY, "float32"), mesh)(params, batches)
+@cache
+def program(devices):
+    strategy = Strategy(devices, 1, 1, 1, devices)
+    return Program(Task(MODEL, TRAIN, LENGTH), strategy, jax.devices()[:devices])
+
+
+def evaluate(params, batch, rows, devices=1):
+    """Over the sequences of `batch`, `rows` of them at once."""
+    steps = program(devices)
+    return steps.evaluate(steps.put_params(params), lambda b: cut(batch, b), rows)
 
 
 def test_loss_equals_the_mean_of_the_tokens_in_float64(params):
     batch = sequences(8)
-    logits = APPLY(params, batch.tokens, batch.positions, batch.segments)
+    logits = make_apply(MODEL)(params, batch.tokens, batch.positions, batch.segments)
     exponentials = np.exp(np.asarray(logits, np.float64))
     chosen = np.take_along_axis(exponentials, batch.targets[..., None], -1)[..., 0]
     nats = (-np.log(chosen / exponentials.sum(-1)) * batch.weights).sum()
     tokens = batch.weights.sum()
     for size in (8, 4):  # batches have unequal numbers of tokens: a mean of means would differ
-        result = evaluate(params, cut(batch, size))
+        result = evaluate(params, batch, size)
         assert result.loss == pytest.approx(nats / tokens, rel=1e-6)  # float32 sums of a batch
         assert result.perplexity == math.exp(result.loss)
         assert result.tokens == tokens
 
 
 def test_padded_rows_have_no_effect(params):
-    plain, filled = (evaluate(params, [b]) for b in (sequences(5), padded(sequences(5), 8)))
+    plain, filled = (
+        evaluate(params, b, len(b.tokens)) for b in (sequences(5), padded(sequences(5), 8))
+    )
     assert filled.tokens == plain.tokens
     assert filled.loss == pytest.approx(plain.loss, rel=1e-6)
 
 
 def test_four_devices_equal_one(params):
-    batches = cut(padded(sequences(13), 16), 8)
-    one, four = (evaluate(params, batches, devices) for devices in (1, 4))
+    batch = padded(sequences(13), 16)
+    one, four = (evaluate(params, batch, 8, devices) for devices in (1, 4))
     assert four.tokens == one.tokens
     assert four.loss == pytest.approx(one.loss, rel=1e-6)
 
 
-def test_a_loss_beyond_floating_point_has_an_infinite_perplexity():
-    def loss(params, batch):
-        return params * jnp.sum(batch.weights), jnp.sum(batch.weights)
+def test_batches_are_raised_to_what_the_mesh_divides(params):
+    asked = []
 
-    result = make_evaluate(loss, data_mesh(jax.devices()[:1]))(np.float32(1e4), [sequences(2)])
+    def batches(rows):
+        asked.append(rows)
+        return cut(padded(sequences(5), 8), rows)
+
+    steps = program(4)
+    result = steps.evaluate(steps.put_params(params), batches, 5)
+    assert asked == [8]
+    assert result.loss == pytest.approx(evaluate(params, sequences(5), 5).loss, rel=1e-6)
+
+
+def test_the_mean_is_of_tokens_and_not_of_batches():
+    assert summarize([LossSums(6.0, 2.0), LossSums(2.0, 6.0)]) == Evaluation(1.0, math.e, 8)
+
+
+def test_a_loss_beyond_floating_point_has_an_infinite_perplexity():
+    result = summarize([LossSums(np.float32(4e4), np.float32(4))])
     assert (result.loss, result.perplexity) == (1e4, math.inf)
+
+
+def test_held_out_text_without_a_loss_is_refused():
+    with pytest.raises(ConfigError, match=r"no held-out token .* raise data\.valid_fraction"):
+        summarize([LossSums(0.0, 0.0)])

@@ -13,14 +13,15 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding, PartitionSpec
 
 from geojax.config import AnomalyConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from geojax.data import Batch
-from geojax.meshes.axes import DATA, data_mesh
+from geojax.meshes.gradient import LossSums
+from geojax.meshes.strategy import Strategy
 from geojax.models.config import TransformerConfig
 from geojax.models.transformer import init_params, make_apply
-from geojax.train.step import init_state, make_inner_loop, make_loss, make_train_step
+from geojax.train.program import Program, Task
+from geojax.train.step import init_state, make_loop, make_train_step
 
 MODEL = TransformerConfig(vocab_size=13, dim=8, layers=2, heads=2, kv_heads=1, mlp_dim=12)
 LENGTH = 6
@@ -43,13 +44,11 @@ ADAMW = replace(
 
 
 @cache
-def model_loss():
-    return make_loss(make_apply(MODEL), "float32")
-
-
-@cache
-def step_of(config):
-    return jax.jit(make_train_step(model_loss(), config))
+def program(config, micro_batches=1, sequences=8, devices=1):
+    """Steps of `sequences`, divided over micro-batches and copies."""
+    micro = sequences // (micro_batches * devices)
+    strategy = Strategy(devices, 1, 1, micro, sequences)
+    return Program(Task(MODEL, config, LENGTH), strategy, jax.devices()[:devices])
 
 
 @cache
@@ -62,6 +61,36 @@ def fresh(config):
     return init_state(jax.tree.map(jnp.array, fresh_params()), config)
 
 
+def run_step(config, batch, progress=0.0, state=None, **divided):
+    """State and stats on the host after a step over sequences [B, T]."""
+    steps = program(config, sequences=len(batch.tokens), **divided)
+    chunk = steps.put_chunk(Batch(*(x[None] for x in batch)))
+    state = steps.put_state(state or fresh(config))
+    after, stats = steps.run(state, chunk, 1, progress, 0.0, 0)
+    return steps.host(after), jax.device_get(stats)
+
+
+def model_loss(params, batch):
+    """Sum of the losses of sequences [b, T] by the definition, and the tokens that bear one."""
+    logits = make_apply(MODEL)(params, batch.tokens, batch.positions, batch.segments)
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
+    return jnp.sum(nats * batch.weights), jnp.sum(batch.weights)
+
+
+def gradient_of(loss):
+    """What a step takes, of a loss that is written down."""
+
+    def gradient(params, batch, step):
+        (nats, tokens), grads = jax.value_and_grad(loss, has_aux=True)(params, batch)
+        return LossSums(nats, tokens), grads
+
+    return gradient
+
+
+def compiled_loop(loss, config):
+    return jax.jit(make_loop(make_train_step(gradient_of(loss), config)), donate_argnums=0)
+
+
 def sequences(*lead, seed=0):
     """Random sequences [*lead, T] with 0 to 5 loss-bearing tokens each."""
     rng = np.random.default_rng(seed)
@@ -70,11 +99,12 @@ def sequences(*lead, seed=0):
     bearing = rng.integers(0, LENGTH, (*lead, 1))
     weights = (np.arange(LENGTH) < bearing).astype(np.float32)
     positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), shape).copy()
-    return Batch(tokens, targets, weights, np.zeros_like(tokens), positions)
+    samples = np.arange(np.prod(lead), dtype=np.uint32).reshape(lead)
+    return Batch(tokens, targets, weights, np.zeros_like(tokens), positions, samples)
 
 
 def divided(batch, micro_batches):
-    return Batch(*(x.reshape(micro_batches, -1, LENGTH) for x in batch))
+    return Batch(*(x.reshape(micro_batches, -1, *x.shape[1:]) for x in batch))
 
 
 def assert_close(a, b, tolerance):
@@ -96,25 +126,22 @@ def test_micro_batches_with_unequal_tokens_equal_the_whole_batch(config, micro_b
     batch = sequences(8)
     counts = divided(batch, micro_batches).weights.sum((1, 2))
     assert len(set(counts.tolist())) > 1  # else a mean of means would be the mean
-    whole, parts = (
-        step_of(config)(fresh(config), divided(batch, m), 0.1) for m in (1, micro_batches)
-    )
+    whole, parts = (run_step(config, batch, 0.1, micro_batches=m) for m in (1, micro_batches))
     assert_close(parts[1], whole[1], ROUNDING)
     # Adam divides by the size of a gradient, so a gradient near 0 turns roundings into updates.
     assert_close(parts[0], whole[0], ROUNDING if config is SGD else {"rtol": 1e-4, "atol": 1e-4})
 
 
 def test_update_is_the_gradient_of_the_mean_loss_over_all_loss_bearing_tokens():
-    batch = divided(sequences(8), 4)
-    before = fresh(SGD)
-    after, stats = step_of(SGD)(before, batch, 0.0)
+    batch, before = sequences(8), fresh_params()
+    after, stats = run_step(SGD, batch, micro_batches=4)
 
     def mean_loss(params):
-        sums = [model_loss()(params, Batch(*(x[m] for x in batch))) for m in range(4)]
-        return sum(s for s, _ in sums) / sum(n for _, n in sums)
+        nats, tokens = model_loss(params, batch)
+        return nats / tokens
 
-    loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(before.params)
-    expected = jax.tree.map(lambda p, g: p - g, before.params, gradient)
+    loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(before)
+    expected = jax.tree.map(lambda p, g: p - g, before, gradient)
     assert_close(after.params, expected, ROUNDING)
     assert stats.tokens == batch.weights.sum()
     assert stats.loss / stats.tokens == pytest.approx(float(loss), rel=1e-5)
@@ -124,37 +151,37 @@ def test_update_is_the_gradient_of_the_mean_loss_over_all_loss_bearing_tokens():
 
 
 def test_loss_equals_cross_entropy_in_float64():
-    params, batch = fresh(SGD).params, sequences(3)
-    logits = make_apply(MODEL)(params, batch.tokens, batch.positions, batch.segments)
+    batch = sequences(8)
+    logits = make_apply(MODEL)(fresh_params(), batch.tokens, batch.positions, batch.segments)
     exponentials = np.exp(np.asarray(logits, np.float64))
     chosen = np.take_along_axis(exponentials, batch.targets[..., None], -1)[..., 0]
     nats = -np.log(chosen / exponentials.sum(-1))
-    loss, tokens = model_loss()(params, batch)
-    assert loss == pytest.approx((nats * batch.weights).sum(), rel=1e-5)
-    assert tokens == batch.weights.sum()
+    _, stats = run_step(SGD, batch, micro_batches=4)
+    assert stats.loss == pytest.approx((nats * batch.weights).sum(), rel=1e-5)
+    assert stats.tokens == batch.weights.sum()
 
 
 def test_targets_without_weight_do_not_matter():
-    batch = divided(sequences(8), 4)
+    batch = sequences(8)
     other = batch._replace(targets=np.where(batch.weights > 0, batch.targets, 0))
     assert (other.targets != batch.targets).any()
-    assert_same(step_of(SGD)(fresh(SGD), batch, 0.0), step_of(SGD)(fresh(SGD), other, 0.0))
+    assert_same(*(run_step(SGD, x, micro_batches=4) for x in (batch, other)))
 
 
 def test_four_devices_equal_one():
-    batch = divided(sequences(8), 2)
-    expected, total = step_of(ADAMW)(fresh(ADAMW), batch, 0.1)
-    mesh = data_mesh(jax.devices()[:4])
-    state = jax.device_put(fresh(ADAMW), NamedSharding(mesh, PartitionSpec()))
-    rows = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(None, DATA)))
-    after, stats = jax.device_get(step_of(ADAMW)(state, rows, 0.1))
-    assert_close(stats, total, ROUNDING)
-    assert_close(after, expected, {"rtol": 1e-4, "atol": 1e-4})
+    batch = sequences(8)
+    one, four = (run_step(ADAMW, batch, 0.1, micro_batches=2, devices=n) for n in (1, 4))
+    assert_close(four[1], one[1], ROUNDING)
+    assert_close(four[0], one[0], {"rtol": 1e-4, "atol": 1e-4})
 
 
-@cache
-def loop_of(config):
-    return make_inner_loop(model_loss(), config)
+def run_loop(state, chunk, count, begin, stride, done):
+    """The compiled loop of ADAMW, over a chunk [STEPS, 2, T]."""
+    steps = program(ADAMW, sequences=2)
+    state, stats = steps.run(
+        steps.put_state(state), steps.put_chunk(chunk), count, begin, stride, done
+    )
+    return steps.host(state), jax.device_get(stats)
 
 
 def filled(chunk, start, stop):
@@ -164,7 +191,7 @@ def filled(chunk, start, stop):
 
 
 def test_one_compilation_serves_every_count_and_progress():
-    loop = make_inner_loop(value_loss, SGD)
+    loop = compiled_loop(value_loss, SGD)
     for count, progress in ((4, 0.0), (1, 0.5), (3, 0.25), (0, 0.0)):
         state = init_state({"w": jnp.ones(())}, SGD)
         state, stats = loop(state, numbers([1.0] * 4), count, progress, 0.01, 0)
@@ -173,23 +200,20 @@ def test_one_compilation_serves_every_count_and_progress():
 
 
 def test_steps_beyond_the_count_have_no_effect():
-    chunk = sequences(STEPS, 1, 2)
+    chunk = sequences(STEPS, 2)
     poisoned = Batch(*(x.copy() for x in chunk))
     poisoned.weights[2:] = np.nan
     poisoned.tokens[2:] = 0
-    run = loop_of(ADAMW)
-    assert_same(
-        run(fresh(ADAMW), poisoned, 2, 0.0, 0.01, 0), run(fresh(ADAMW), chunk, 2, 0.0, 0.01, 0)
-    )
+    assert_same(*(run_loop(fresh(ADAMW), c, 2, 0.0, 0.01, 0) for c in (poisoned, chunk)))
 
 
 def test_a_loop_is_its_steps_one_after_the_other():
-    chunk, stride = sequences(STEPS, 1, 2), 0.05
-    state, total = loop_of(ADAMW)(fresh(ADAMW), chunk, 3, 0.1, stride, 0)
+    chunk, stride = sequences(STEPS, 2), 0.05
+    state, total = run_loop(fresh(ADAMW), chunk, 3, 0.1, stride, 0)
     expected, stats = fresh(ADAMW), []
     for i in range(3):
         batch = Batch(*(x[i] for x in chunk))
-        expected, one = step_of(ADAMW)(expected, batch, 0.1 + stride * i)
+        expected, one = run_step(ADAMW, batch, 0.1 + stride * i, expected)
         stats.append(one)
     # Two programs, which XLA may fuse differently.
     assert_close(state, expected, {"rtol": 1e-5, "atol": 1e-5})
@@ -200,27 +224,27 @@ def test_a_loop_is_its_steps_one_after_the_other():
 @given(cuts=st.sets(st.integers(1, STEPS - 1), max_size=5))
 def test_a_run_is_the_same_however_it_is_cut_into_chunks(cuts):
     begin, stride = 0.1, 1 / 70  # not exact in float32, nor are their sums
-    chunk, loop = sequences(STEPS, 1, 2), loop_of(ADAMW)
-    whole, _ = loop(fresh(ADAMW), chunk, STEPS, begin, stride, 0)
+    chunk = sequences(STEPS, 2)
+    whole, _ = run_loop(fresh(ADAMW), chunk, STEPS, begin, stride, 0)
     state, borders = fresh(ADAMW), [0, *sorted(cuts), STEPS]
     for start, stop in pairwise(borders):
         part = filled(chunk, start, stop)
-        state, _ = loop(state, part, stop - start, begin, stride, start)
+        state, _ = run_loop(state, part, stop - start, begin, stride, start)
     assert_same(state, whole)
 
 
 def broken(kind):
     """A state and a batch whose loss or gradient is not finite."""
-    state, batch = fresh(ADAMW), Batch(*(x.copy() for x in sequences(2, 4)))
+    state, batch = fresh(ADAMW), Batch(*(x.copy() for x in sequences(8)))
     if kind == "infinite weight":
-        batch.weights[1, 0, 0] = np.inf
+        batch.weights[4, 0] = np.inf  # in the second micro-batch
     elif kind == "NaN weight":
-        batch.weights[0, 0, 0] = np.nan
+        batch.weights[0, 0] = np.nan
     elif kind == "NaN parameter":
         params = state.params | {"norm": {"scale": jnp.full(MODEL.dim, jnp.nan, jnp.float32)}}
         state = replace(state, params=params)
     elif kind == "overflow":
-        head = jnp.full((MODEL.vocab_size, MODEL.dim), 3e38, jnp.float32)
+        head = jnp.full((MODEL.padded_vocab, MODEL.dim), 3e38, jnp.float32)
         state = replace(state, params=state.params | {"head": head})
     return state, batch
 
@@ -228,8 +252,8 @@ def broken(kind):
 @pytest.mark.parametrize("kind", ["infinite weight", "NaN weight", "NaN parameter", "overflow"])
 def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(kind):
     state, batch = broken(kind)
-    after, stats = step_of(ADAMW)(state, batch, 0.5)
-    assert_same(after, state)
+    after, stats = run_step(ADAMW, batch, 0.5, state, micro_batches=2)
+    assert_same(after, jax.device_get(state))
     assert stats.skipped == 1
     assert not any(getattr(stats, name) for name in ("loss", "tokens", "grad_norm", "steps"))
 
@@ -242,27 +266,27 @@ def test_a_gradient_that_is_not_finite_is_skipped_although_the_loss_is():
     state = init_state({"w": jnp.zeros(())}, SGD)
     batch = sequences(1, 2)
     assert np.isfinite(loss(state.params, batch)[0])
-    after, stats = make_train_step(loss, SGD)(state, batch, 0.0)
+    after, stats = make_train_step(gradient_of(loss), SGD)(state, batch, 0.0)
     assert_same(after, state)
     assert stats.skipped == 1
 
 
 def test_a_broken_step_in_the_middle_costs_only_itself():
-    chunk = sequences(STEPS, 1, 2)
+    chunk = sequences(STEPS, 2)
     damaged = Batch(*(x.copy() for x in chunk))
     damaged.weights[1] = np.nan
-    state, stats = loop_of(ADAMW)(fresh(ADAMW), damaged, 3, 0.5, 0.0, 0)
+    state, stats = run_loop(fresh(ADAMW), damaged, 3, 0.5, 0.0, 0)
     healthy = Batch(*(np.delete(x, 1, 0)[[*range(STEPS - 1), 0]] for x in chunk))
-    expected, total = loop_of(ADAMW)(fresh(ADAMW), healthy, 2, 0.5, 0.0, 0)
+    expected, total = run_loop(fresh(ADAMW), healthy, 2, 0.5, 0.0, 0)
     assert_same(state, expected)
-    assert_same(stats, total._replace(skipped=jnp.int32(1)))
+    assert_same(stats, total._replace(skipped=np.int32(1)))
 
 
 def numbers(values):
     """A chunk of steps whose loss is the given value: its one parameter times a token's weight."""
     weights = np.asarray(values, np.float32).reshape(-1, 1, 1, 1)
     zeros = np.zeros(weights.shape, np.int32)
-    return Batch(zeros, zeros, weights, zeros, zeros)
+    return Batch(zeros, zeros, weights, zeros, zeros, zeros[..., 0].astype(np.uint32))
 
 
 def value_loss(params, batch):
@@ -275,7 +299,7 @@ def run_values(values, spike_factor):
         optimizer=OptimizerConfig("sgd", learning_rate=1e-9),
         anomalies=AnomalyConfig(spike_factor=spike_factor),
     )
-    loop = make_inner_loop(value_loss, config)
+    loop = compiled_loop(value_loss, config)
     state = init_state({"w": jnp.ones(())}, config)
     return loop(state, numbers(values), len(values), 0.0, 0.0, 0)
 
@@ -304,7 +328,7 @@ def test_clipping_scales_the_whole_gradient(limit):
 
     config = replace(SGD, clip_norm=limit)
     state = init_state(optax.tree.zeros_like(slopes), config)
-    after, stats = make_train_step(loss, config)(state, sequences(1, 1), 0.0)
+    after, stats = make_train_step(gradient_of(loss), config)(state, sequences(1, 1), 0.0)
     assert stats.grad_norm == 13
     factor = min(1, limit / 13) if limit else 1
     assert_close(after.params, optax.tree.scale(-factor, slopes), {"rtol": 1e-6})
@@ -314,7 +338,7 @@ def test_slices_with_unlike_numbers_of_steps_follow_one_schedule():
     # Both go from progress 0 to 1/2, in 4 and in 16 steps; the loss has slope 1, so that an update
     # is the rate. The rate at one progress is one; the last steps differ by a stride.
     config = replace(SGD, schedule=ScheduleConfig("linear", 0.25, 0.0))
-    loop = make_inner_loop(value_loss, config)
+    loop = compiled_loop(value_loss, config)
 
     def rates(steps):
         out = []
@@ -332,19 +356,19 @@ def test_slices_with_unlike_numbers_of_steps_follow_one_schedule():
 
 def test_the_rate_moves_by_the_stride_inside_a_loop():
     config = replace(SGD, schedule=ScheduleConfig("linear", 0.25, 0.0))
-    loop = make_inner_loop(value_loss, config)
+    loop = compiled_loop(value_loss, config)
     state = init_state({"w": jnp.zeros(())}, config)
     state, _ = loop(state, numbers([1.0] * 4), 4, 0.0, 0.125, 0)
     assert -float(state.params["w"]) == pytest.approx(0.0 + 0.5 + 1.0 + 5 / 6)
 
 
 def test_a_repeated_batch_is_learned():
-    batch = sequences(1, 1, 2)
+    batch = sequences(1, 2)
     batch.weights[:] = 1
     chunk = Batch(*(x.repeat(STEPS, 0) for x in batch))
     state, losses = fresh(ADAMW), []
     for _ in range(10):
-        state, stats = loop_of(ADAMW)(state, chunk, STEPS, 0.05, 0.0, 0)  # at the peak rate
+        state, stats = run_loop(state, chunk, STEPS, 0.05, 0.0, 0)  # at the peak rate
         losses.append(float(stats.loss))
     # Two sequences of 6 targets, which differ in their first tokens, can be learned by heart.
     assert losses[-1] < 0.1 * losses[0]

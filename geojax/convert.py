@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of other formats to a folder that Hugging Face libraries and this package read.
+
+Invariant: the target appears whole or not at all, and a tensor of the source is in it, unchanged
+but for its type, or is named as left out.
+"""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from geojax.config import ConfigError, require
+from geojax.data.sources import atomic
+from geojax.models.config import TransformerConfig
+
+TOKENIZER = "tokenizer.json"
+# Beside the tokenizer, what that library looks for: templates, special tokens, sampling.
+_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written."""
+
+    config: TransformerConfig
+    tensors: int
+    weight_bytes: int
+    tokenizer: bool
+    """Whether there is a tokenizer.json; its source may have had none."""
+
+
+def convert(
+    source: Path,
+    target: Path,
+    dtype: str = "float32",
+    max_shard_bytes: float = 5e9,
+    progress: Callable[[str], None] | None = None,
+) -> Converted:
+    """Write the model at `source` as safetensors, config.json and tokenizer.json into `target`.
+
+    `source` is a run folder, a folder of a Hugging Face checkpoint (safetensors) or a GGUF file;
+    `target` must be new or empty; `dtype` is float32 or bfloat16. The parameters are held in
+    float32 meanwhile. `progress` receives a line for each slow step and for what is left out.
+    Raises ConfigError where the source cannot be used.
+    """
+    from geojax.models.weights import (
+        DTYPES,
+        file_shapes,
+        huggingface_tensors,
+        load_safetensors,
+        read_config,
+        read_gguf,
+        save_safetensors,
+    )
+
+    progress = progress or (lambda line: None)
+    source, target = source.expanduser(), target.expanduser()
+    require(dtype in DTYPES, f"dtype {dtype!r} cannot be written; use {' or '.join(DTYPES)}")
+    require(
+        source.is_dir() or source.suffix == ".gguf",
+        f"source {source} is neither a folder nor a .gguf file; name the folder of a run, one with "
+        "config.json and safetensors, or a GGUF file",
+    )
+    require(
+        not target.exists() or (target.is_dir() and not any(target.iterdir())),
+        f"target {target} exists and is not an empty folder; choose another, or remove it",
+    )
+    progress(f"reading {source}")
+    tokenizer = None
+    if (source / "metrics.jsonl").is_file():
+        config, params, tokenizer = _read_run(source)
+    elif source.is_dir():
+        config = read_config(source)
+        params = load_safetensors(source, config, progress=progress)
+    else:
+        config, params, tokenizer = read_gguf(source)
+    progress(f"writing {target}")
+    try:
+        with atomic(target) as temporary:
+            save_safetensors(params, config, temporary, max_shard_bytes, dtype)
+            if tokenizer:
+                tokenizer.save(str(temporary / TOKENIZER))
+            elif source.is_dir():
+                for name in (TOKENIZER, *_COMPANIONS):
+                    if (source / name).is_file():
+                        shutil.copyfile(source / name, temporary / name)
+            tokenized = (temporary / TOKENIZER).is_file()
+            written = sum(file.stat().st_size for file in temporary.glob("*.safetensors"))
+    except OSError as error:
+        raise ConfigError(
+            f"target {target} cannot be written: {error}; choose a folder with space"
+        ) from error
+    tensors = len(file_shapes(huggingface_tensors(config), config))
+    return Converted(config, tensors, written, tokenized)
+
+
+def _read_run(folder: Path) -> tuple[TransformerConfig, Any, Any]:
+    """Model, parameters and tokenizer of a run, from its newest checkpoint and cached text."""
+    from geojax import runs
+    from geojax.data import cache_dir, read_tokenizer
+    from geojax.train.checkpoint import read_params
+
+    config = runs.read_config(folder / "config.json")
+    params, meta = read_params(folder)
+    path = cache_dir() / "corpora" / meta["corpus"] / TOKENIZER
+    return config.model, params, read_tokenizer(path) if path.is_file() else None
+
+
+def run_convert(source: Path, target: Path, dtype: str) -> None:
+    """`geojax convert`: convert, and print what was written. Raises ConfigError on bad input."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    say = lambda line: console.print(line, soft_wrap=True)  # noqa: E731
+    done = convert(source, target, dtype, progress=say)
+    config = done.config
+    rows = [
+        ("model", f"{config.family}, {config.layers} layers of width {config.dim}"),
+        ("parameters", f"{config.num_params:,}"),
+        ("vocabulary", f"{config.vocab_size:,} entries"),
+        ("tensors", f"{done.tensors:,}"),
+        ("weights", f"{done.weight_bytes:,} bytes of {dtype}"),
+        ("tokenizer", TOKENIZER if done.tokenizer else f"none: the source has no {TOKENIZER}"),
+        ("folder", str(target)),
+    ]
+    for label, value in rows:
+        console.print(f"  {label:<22}{value}", soft_wrap=True)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a checkpoint comes from, and what must not have changed when it is read."""
+
+from dataclasses import asdict
+from typing import Any
+
+from geojax.config import RunConfig, require
+from geojax.data import Corpus
+
+
+def origin(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
+    """Facts of a checkpoint that the run which continues it must share, as JSON."""
+    return {
+        "slices": [s.name for s in config.slices],
+        "corpus": corpus.folder.name,
+        "tokenizer": corpus.tokenizer_fingerprint,
+        "identity": _identity(config),
+    }
+
+
+def check_origin(meta: dict[str, Any], config: RunConfig, corpus: Corpus) -> None:
+    """ConfigError where the checkpoint with these facts is of another run."""
+    ours = origin(config, corpus)
+    require(
+        meta["slices"] == ours["slices"],
+        f"the checkpoint is of slices {meta['slices']}, the config of {ours['slices']}; resume "
+        "with the config that wrote it",
+    )
+    require(
+        (meta["corpus"], meta["tokenizer"]) == (ours["corpus"], ours["tokenizer"]),
+        "the text or tokenizer is not what the run began with (corpus "
+        f"{ours['corpus']}, tokenizer {ours['tokenizer']}; then {meta['corpus']}, "
+        f"{meta['tokenizer']}); put the old ones back, or start a new run",
+    )
+    for name, value in ours["identity"].items():
+        require(
+            meta["identity"].get(name, value) == value,
+            f"{name} in config.json is {value}, but {meta['identity'].get(name)} in the "
+            "checkpoint; put it back, or start a new run",
+        )
+
+
+def _identity(config: RunConfig) -> dict[str, Any]:
+    """Settings that the state depends on, by name."""
+    parts = {
+        "model": asdict(config.model),
+        "data": asdict(config.data),
+        "exchange": asdict(config.exchange),
+    }
+    return {
+        f"{part}.{name}": list(value) if isinstance(value, tuple) else value
+        for part, fields in parts.items()
+        for name, value in fields.items()
+        if name not in ("source", "tokenizer")  # their result is compared
+    }

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program: the compiled training steps of one strategy on one set of devices.
+
+Invariant: every program of a model works on the same state - same leaves, same shapes - and differs
+in where it lies and in which order layers are stored. `move` takes a state from one to another.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from geojax.config import ConfigError, TrainConfig
+from geojax.data import Batch, empty_batch
+from geojax.meshes.axes import strategy_mesh
+from geojax.meshes.gradient import LossSums, Sequences, ShardedModel
+from geojax.meshes.pipeline import storage_order
+from geojax.meshes.reshard import in_stack, reshard
+from geojax.meshes.rules import state_specs
+from geojax.meshes.strategy import Strategy, require_legal
+from geojax.models.config import TransformerConfig
+from geojax.models.transformer import Params, abstract_params, init_params
+from geojax.train.evaluate import Evaluation, summarize
+from geojax.train.optim import make_optimizer
+from geojax.train.step import StepStats, TrainState, init_state, make_loop, make_train_step
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, apart from the strategy: programs of one task share their states."""
+
+    model: TransformerConfig
+    train: TrainConfig
+    seq_len: int
+    documents: bool = False
+    """Whether positions see their own document only."""
+    seed: int = 0
+    """Of dropout."""
+
+
+class Program:
+    """Steps of `task` by `strategy` on `devices`."""
+
+    def __init__(
+        self,
+        task: Task,
+        strategy: Strategy,
+        devices: Sequence[jax.Device],
+        compiler_options: dict[str, Any] | None = None,
+    ):
+        """ConfigError where the strategy cannot train the model on as many devices.
+
+        `compiler_options`: of XLA, for whatever is compiled here.
+        """
+        try:
+            require_legal(strategy, task.model, len(devices))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self.task = task
+        self.strategy = strategy
+        self.devices = tuple(devices)
+        self.mesh: Mesh = strategy_mesh(strategy, devices)
+        self.order = storage_order(task.model.layers, strategy)
+        self._sharded = self._lay_out(strategy)
+        self._step = make_train_step(self._gradient, task.train, self._settle)
+        self._compiled: dict[int, jax.stages.Compiled] = {}
+        self._evaluations: dict[int, Callable[..., LossSums]] = {}
+        self._jit = partial(jax.jit, compiler_options=compiler_options)
+        self._lock = threading.Lock()
+
+    @cached_property
+    def state_shardings(self) -> TrainState:
+        """Where each leaf of the state lies."""
+        params, final = state_specs(self._sharded.rules, self.strategy)
+        optimizer = make_optimizer(self.task.train.optimizer)
+        opt_state = jax.eval_shape(optimizer.init, abstract_params(self.task.model))
+        specs = optax.tree.map_params(
+            cast(Any, optimizer),
+            lambda _, spec: spec,
+            opt_state,
+            final,
+            transform_non_params=lambda _: PartitionSpec(),
+        )
+        whole: Any = PartitionSpec()
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.mesh, spec), TrainState(params, specs, whole, whole)
+        )
+
+    @cached_property
+    def abstract_state(self) -> TrainState:
+        """Shapes, types and places of the state."""
+        train = self.task.train
+        state = jax.eval_shape(lambda p: init_state(p, train), abstract_params(self.task.model))
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            state,
+            self.state_shardings,
+        )
+
+    @cached_property
+    def chunk_sharding(self) -> NamedSharding:
+        """Of batch arrays [c, m, b, ...]."""
+        return NamedSharding(self.mesh, PartitionSpec(None, *self._sharded.batch_spec))
+
+    def init(self, params_seed: int) -> TrainState:
+        """A first state, made where it lies; the same on every mesh."""
+
+        def make() -> TrainState:
+            params = init_params(self.task.model, params_seed)
+            return self._stored(init_state(params, self.task.train))
+
+        return self._jit(make, out_shardings=self.state_shardings)()
+
+    def put_state(self, state: TrainState) -> TrainState:
+        """A host state, layers in the model's order, on the devices."""
+        return self._put(state, self.state_shardings)
+
+    def put_params(self, params: Params) -> Params:
+        """Host parameters, layers in the model's order, on the devices."""
+        return self._put(params, self.state_shardings.params)
+
+    def move(self, taken: list[TrainState], before: "Program") -> TrainState:
+        """A state of another program, the one item of `taken`, popped; see meshes.reshard."""
+        return reshard(taken, self.state_shardings, before.order, self.order)
+
+    def host(self, tree: Any) -> Any:
+        """A state or a part of it as host arrays, layers in the model's order; all of it must lie
+        in this process."""
+        place = None if self.order is None else np.argsort(self.order)
+        return _reorder(jax.tree.map(np.asarray, tree), place)
+
+    @cached_property
+    def local_sequences(self) -> list[int] | None:
+        """Places in a batch of the sequences that this process feeds; None: all of them."""
+        if jax.process_count() == 1:
+            return None
+        rows = self.strategy.dp * self.strategy.micro_batch
+        shape = (1, 1, rows, self.task.seq_len)
+        local = self.chunk_sharding.addressable_devices_indices_map(shape).values()
+        mine = sorted({row for index in local if index for row in range(rows)[index[2]]})
+        return [m * rows + row for m in range(self.strategy.micro_batches) for row in mine]
+
+    def put_chunk(self, chunk: Batch) -> Batch:
+        """A host chunk [c, B, ...] of batches on the devices as [c, m, b, ...].
+
+        Of each batch a process gives its `local_sequences`.
+        """
+        m, rows = self.strategy.micro_batches, self.strategy.dp * self.strategy.micro_batch
+
+        def put(x: np.ndarray) -> jax.Array:
+            split = x.reshape(x.shape[0], m, -1, *x.shape[2:])
+            if self.local_sequences is None:
+                return jax.device_put(split, self.chunk_sharding)
+            shape = (x.shape[0], m, rows, *x.shape[2:])
+            return jax.make_array_from_process_local_data(self.chunk_sharding, split, shape)
+
+        return jax.tree.map(put, chunk)
+
+    def lower(self, steps: int) -> jax.stages.Lowered:
+        """The loop over chunks of `steps`, not yet compiled; costs no memory on the devices."""
+        b = self.strategy.dp * self.strategy.micro_batch
+        lead = (steps, self.strategy.micro_batches, b)
+        chunk = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.chunk_sharding),
+            jax.eval_shape(lambda: empty_batch(lead, self.task.seq_len)),
+        )
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        loop = self._jit(
+            make_loop(self._step),
+            donate_argnums=0,
+            out_shardings=(self.state_shardings, whole),
+        )
+        types = (jnp.int32, jnp.float32, jnp.float32, jnp.int32)
+        scalars = (jax.ShapeDtypeStruct((), t) for t in types)
+        return loop.lower(self.abstract_state, chunk, *scalars)
+
+    def compile(self, steps: int) -> jax.stages.Compiled:
+        """The same, compiled; once for each length of chunk, from any thread."""
+        with self._lock:
+            if steps not in self._compiled:
+                self._compiled[steps] = self.lower(steps).compile()
+            return self._compiled[steps]
+
+    def run(
+        self, state: TrainState, chunk: Batch, count: int, begin: float, stride: float, done: int
+    ) -> tuple[TrainState, StepStats]:
+        """`count` steps over a chunk [c, m, b, t] on the devices; the state is donated.
+
+        Step i of the chunk runs at progress begin + stride * (done + i), so the bits do not depend
+        on where a round is cut into chunks.
+        """
+        loop = self.compile(chunk.tokens.shape[0])
+        scalars = (np.int32(count), np.float32(begin), np.float32(stride), np.int32(done))
+        return loop(state, chunk, *scalars)
+
+    def evaluate(
+        self, params: Params, batches: Callable[[int], Iterable[Batch]], rows: int
+    ) -> Evaluation:
+        """Loss on held-out batches, nothing dropped; params on the devices.
+
+        `batches(b)` yields host batches [b, T]; b is `rows`, raised to what the mesh divides.
+        """
+        unit = self.strategy.dp * self.strategy.pp
+        micro = -(-rows // unit)
+        strategy = replace(self.strategy, micro_batch=micro, global_batch=micro * unit)
+        if micro not in self._evaluations:
+            self._evaluations[micro] = self._jit(self._lay_out(strategy).loss)
+        sharding = NamedSharding(self.mesh, self._sharded.batch_spec)
+
+        def sums(batch: Batch) -> LossSums:
+            split = jax.tree.map(lambda x: x.reshape(self.strategy.pp, -1, *x.shape[1:]), batch)
+            return self._evaluations[micro](params, jax.device_put(Sequences(*split), sharding))
+
+        return summarize([sums(batch) for batch in batches(strategy.global_batch)])
+
+    def _lay_out(self, strategy: Strategy) -> ShardedModel:
+        task = self.task
+        return ShardedModel(
+            task.model,
+            strategy,
+            self.mesh,
+            task.train.compute_dtype,
+            task.documents,
+            task.seq_len,
+        )
+
+    def _gradient(self, params: Params, batch: Batch, step) -> tuple[LossSums, Params]:
+        key = jax.random.fold_in(jax.random.key(self.task.seed), step)
+        return self._sharded.gradient(params, Sequences(*batch), key)
+
+    def _settle(self, state: TrainState) -> TrainState:
+        return jax.lax.with_sharding_constraint(state, self.state_shardings)
+
+    def _stored(self, tree: Any) -> Any:
+        return _reorder(tree, self.order)
+
+    def _put(self, tree: Any, shardings: Any) -> Any:
+        # A copy: the loop donates its state, and host arrays may be shared with the device.
+        host = jax.tree.map(lambda x: np.array(x, copy=True), tree)
+        return jax.device_put(self._stored(host), shardings)
+
+
+class Programs:
+    """The programs of one task on one set of devices, compiled at most once each.
+
+    The least recently used is dropped where there are more than `limit`.
+    """
+
+    def __init__(self, task: Task, devices: Sequence[jax.Device], steps: int, limit: int = 8):
+        """`steps`: length of the chunks that programs are compiled for."""
+        self.task, self.devices, self.steps, self._limit = task, tuple(devices), steps, limit
+        self._programs: OrderedDict[Strategy, Future[Program]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
+
+    def get(self, strategy: Strategy) -> Program:
+        """The compiled program; waits where it is being compiled, raises what compiling raised."""
+        return self.prefetch(strategy).result()
+
+    def prefetch(self, strategy: Strategy) -> "Future[Program]":
+        """Compile in the background, beside whatever runs; a failure is forgotten once raised."""
+        with self._lock:
+            found = self._programs.get(strategy)
+            if found is None or (found.done() and found.exception()):
+                found = self._compiler.submit(self._compile, strategy)
+                self._programs[strategy] = found
+            self._programs.move_to_end(strategy)
+            while len(self._programs) > self._limit:
+                self._programs.popitem(last=False)
+            return found
+
+    def _compile(self, strategy: Strategy) -> Program:
+        program = Program(self.task, strategy, self.devices)
+        program.compile(self.steps)
+        return program
+
+
+def _reorder(tree: Any, order: np.ndarray | None) -> Any:
+    """Stacked layers of host or traced arrays in another order."""
+    if order is None:
+        return tree
+    return jax.tree_util.tree_map_with_path(lambda p, x: x[order] if in_stack(p) else x, tree)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moving a state from one strategy to another, in memory.
+
+Invariant: values do not change, only where they lie; at any moment one leaf exists twice at most.
+Within a process every new shard is put together, on the host, from the parts of old ones that it
+needs: a compiler asked for the same change may copy the whole leaf to every device first, and takes
+longer to compile than the bytes to travel. Across processes that is what collectives are for, and
+XLA's do it.
+"""
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from geojax.meshes.axes import DATA, PIPELINE, TENSOR
+
+Bounds = tuple[tuple[int, int], ...]
+"""The part of a leaf that a shard holds: start and stop on every dim."""
+
+
+def reshard(
+    taken: list[Any],
+    shardings: Any,
+    before: np.ndarray | None = None,
+    after: np.ndarray | None = None,
+) -> Any:
+    """The tree that is the one item of `taken`, laid out as the tree of `shardings` says.
+
+    The item is popped: a caller that keeps no other reference has each old leaf freed before the
+    next moves. `before`, `after`: storage orders of stacked layers (pipeline.storage_order), which
+    concern leaves below a "blocks" key.
+    """
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(taken[0])[0]]
+    leaves, structure = jax.tree.flatten(taken.pop())
+    targets = structure.flatten_up_to(shardings)
+    order = _order(before, after)
+    for i, (path, target) in enumerate(zip(paths, targets, strict=True)):
+        leaf, leaves[i] = leaves[i], None
+        if order is not None and in_stack(path):
+            whole = _move(leaf, _whole_stack(leaf.shape, target.mesh))
+            del leaf
+            leaf = _take(whole, order)
+            del whole
+        leaves[i] = jax.block_until_ready(_move(leaf, target))
+        del leaf
+    return jax.tree.unflatten(structure, leaves)
+
+
+def in_stack(path: tuple[Any, ...]) -> bool:
+    """Whether a leaf has the layers of the model on its leading dim."""
+    return any(getattr(entry, "key", None) == "blocks" for entry in path)
+
+
+def _order(before: np.ndarray | None, after: np.ndarray | None) -> tuple[int, ...] | None:
+    """Place in the old storage of each place in the new one; None where nothing moves."""
+    known = before if before is not None else after
+    if known is None:
+        return None
+    plain = np.arange(len(known))
+    old, new = (plain if order is None else order for order in (before, after))
+    order = np.argsort(old)[new]
+    return None if (order == plain).all() else tuple(order.tolist())
+
+
+def _move(leaf: jax.Array, target: NamedSharding) -> jax.Array:
+    if leaf.is_fully_addressable and target.is_fully_addressable:
+        return _assemble(leaf, target)
+    if leaf.sharding.device_set != target.device_set:
+        return jax.device_put(leaf, target)
+    with warnings.catch_warnings():  # what a device holds may grow or shrink
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        return jax.jit(_identity, out_shardings=target, donate_argnums=0)(leaf)
+
+
+def _assemble(leaf: jax.Array, target: NamedSharding) -> jax.Array:
+    shape = leaf.shape
+    sources: dict[Bounds, dict[jax.Device, jax.Array]] = {}
+    for shard in leaf.addressable_shards:
+        sources.setdefault(_bounds(shard.index, shape), {})[shard.device] = shard.data
+    on_host: dict[Bounds, np.ndarray] = {}
+    made: dict[Bounds, np.ndarray] = {}
+    shards = []
+    for number, (device, index) in enumerate(target.devices_indices_map(shape).items()):
+        wanted = _bounds(index, shape)
+        if wanted in sources:
+            shards.append(jax.device_put(_nearest(sources[wanted], device, number), device))
+            continue
+        if wanted not in made:
+            made[wanted] = np.empty([stop - start for start, stop in wanted], leaf.dtype)
+            for span, held in sources.items():
+                part = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(span, wanted, strict=True)]
+                if all(start < stop for start, stop in part):
+                    if span not in on_host:
+                        on_host[span] = np.asarray(next(iter(held.values())))
+                    made[wanted][_inside(part, wanted)] = on_host[span][_inside(part, span)]
+        shards.append(jax.device_put(made[wanted], device))
+    return jax.make_array_from_single_device_arrays(shape, target, shards)
+
+
+def _nearest(held: dict[jax.Device, jax.Array], device: jax.Device, number: int) -> jax.Array:
+    """The copy on `device`, or else one of them, in turn."""
+    return held[device] if device in held else list(held.values())[number % len(held)]
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
+    return tuple(i.indices(n)[:2] for i, n in zip(index, shape, strict=True))
+
+
+def _inside(part: Sequence[tuple[int, int]], whole: Bounds) -> tuple[slice, ...]:
+    """Where `part` of a leaf lies in a shard that holds `whole`."""
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, whole, strict=True))
+
+
+def _identity(leaf: jax.Array) -> jax.Array:
+    return leaf
+
+
+@partial(jax.jit, static_argnums=1, donate_argnums=0)
+def _take(stack: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    return stack[jnp.array(order)]
+
+
+def _whole_stack(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    """All layers of a part of every tensor on each device, as few copies as divide."""
+    spread: list[tuple[str, ...]] = [() for _ in shape]
+    sizes = list(shape)
+    for axis in (PIPELINE, DATA, TENSOR):
+        for dim in range(1, len(shape)):
+            if sizes[dim] % mesh.shape[axis] == 0:
+                sizes[dim] //= mesh.shape[axis]
+                spread[dim] += (axis,)
+                break
+    return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spread)))
