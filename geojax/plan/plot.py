@@ -29,7 +29,7 @@ def plot_plan(candidates: Sequence[Candidate], job: Job, title: str, path: Path)
         speed.annotate(name.replace("-mb", "\nmb"), place, (0, 7), **above)
     speed.set_xscale("log", base=2)
     speed.set_ylim(0, 1.2 * max(c.samples_per_second for c in best))
-    speed.margins(x=0.12)
+    speed.set_xlim(x[0] / 1.5, x[-1] * 1.5)  # a single batch would have no width
     speed.set_ylabel("samples a second (modelled)")
     speed.set_title(title)
     speed.legend(loc="lower left")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import jax
 import pytest
+from matplotlib.figure import Figure
 
 from geojax.cli import main
 from geojax.config import ConfigError
@@ -20,6 +21,7 @@ from geojax.models.config import get_model
 from geojax.plan import command
 from geojax.plan.candidates import Job, frontier, make_plan
 from geojax.plan.command import PlanOptions, run_plan
+from geojax.plan.plot import plot_plan
 
 QUICK = PlanOptions("gpt-2", gpus_per_node=4, global_batches=(16, 64), exact=False)
 
@@ -106,6 +108,15 @@ def test_json_and_picture_hold_all_candidates(tmp_path):
             strategy.global_batch / row["step_seconds"]
         )
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_a_picture_of_one_batch_shows_it(plan, monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    one = [c for c in plan.candidates if c.strategy.global_batch == 16]
+    plot_plan(one, job(), "one", tmp_path / "plan.png")
+    left, right = drawn[0].axes[0].get_xlim()
+    assert left < 16 < right < 64
 
 
 def test_without_the_compiler_the_plan_says_so_and_goes_on(monkeypatch, capsys):
