@@ -24,7 +24,7 @@ from geojax.track.metrics import MetricsWriter, write_atomically
 
 if TYPE_CHECKING:
     from geojax.data import Corpus
-    from geojax.platform import Watchdog
+    from geojax.platform import Rows, Watchdog
     from geojax.train.checkpoint import Checkpoints
 
 _ADAPTER = TypeAdapter(RunConfig)
@@ -55,8 +55,9 @@ def start(config: RunConfig, folder: Path, console: Console | None = None) -> bo
     ConfigError before anything is written where the config or its text cannot be used, or where
     the folder holds something already.
     """
-    if not _join(config):  # the first process of the cluster makes the folder
-        return _run(config, folder, console)
+    rows = _join(config)
+    if not _first():  # the first process of the cluster makes the folder
+        return _run(config, folder, console, rows)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
             f"{folder} exists already; continue the run in it with `geojax train --resume "
@@ -70,7 +71,7 @@ def start(config: RunConfig, folder: Path, console: Console | None = None) -> bo
     except OSError as error:
         raise ConfigError(f"cannot write the run into {folder}: {error}") from error
     try:
-        return _run(config, folder, console)
+        return _run(config, folder, console, rows)
     except ConfigError:
         if not any(folder.glob("checkpoints/*")):  # nothing was trained: leave nothing half-made
             shutil.rmtree(folder, ignore_errors=True)
@@ -95,9 +96,10 @@ def resume(
     if strategy is not None:
         config = replace(config, strategy=strategy)
     running = _with_cluster(config, cluster or ClusterConfig())
-    if _join(running) and strategy is not None:
+    rows = _join(running)
+    if _first() and strategy is not None:
         save_config(config, folder / "config.json")
-    return _run(running, folder, console)
+    return _run(running, folder, console, rows)
 
 
 def _with_cluster(config: RunConfig, cluster: ClusterConfig) -> RunConfig:
@@ -136,9 +138,9 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _run(config: RunConfig, folder: Path, console: Console | None) -> bool:
+def _run(config: RunConfig, folder: Path, console: Console | None, rows: "Rows") -> bool:
     try:
-        return _train(config, folder, console or Console(highlight=False))
+        return _train(config, folder, console or Console(highlight=False), rows)
     except OSError as error:
         raise RunError(
             f"cannot read or write what the run needs: {error}; put that right, then go on with "
@@ -146,13 +148,10 @@ def _run(config: RunConfig, folder: Path, console: Console | None) -> bool:
         ) from error
 
 
-def _train(config: RunConfig, folder: Path, output: Console) -> bool:
-    import jax
-
+def _train(config: RunConfig, folder: Path, output: Console, rows: "Rows") -> bool:
     from geojax import platform
 
-    rows = platform.apply(config.platform)
-    first = jax.process_index() == 0
+    first = _first()
     if not first:
         output = Console(quiet=True)
     with ExitStack() as stack:
@@ -186,16 +185,20 @@ def _train(config: RunConfig, folder: Path, output: Console) -> bool:
     return finished
 
 
-def _join(config: RunConfig) -> bool:
-    """Join the run's cluster, if it has one; whether this is its first process."""
-    if not config.platform.cluster.coordinator:
-        return True
-    import jax
-
+def _join(config: RunConfig) -> "Rows":
+    """Set the platform up, and join the run's cluster if it has one; rows of what was set."""
     from geojax import platform
 
-    platform.apply(config.platform)
-    platform.initialize(config.platform)
+    rows = platform.apply(config.platform)
+    if config.platform.cluster.coordinator:
+        platform.initialize(config.platform)
+    return rows
+
+
+def _first() -> bool:
+    """Whether this process writes for its cluster."""
+    import jax
+
     return jax.process_index() == 0
 
 
@@ -231,12 +234,13 @@ def _prepare(config: RunConfig, checkpoints: "Checkpoints", output: Console) -> 
     from geojax.data import prepare
 
     known = None if checkpoints.empty else checkpoints.meta()["corpus"]
-    before = jax.process_index()
-    after = jax.process_count() - before
-    for turn in range(before):
-        multihost_utils.sync_global_devices(f"tokens of process {turn}")
-    corpus = prepare(config.data, config.model.vocab_size, progress=output.print, known=known)
-    if jax.process_count() > 1:
-        for turn in range(before, before + after):
+    corpus = None
+    for turn in range(jax.process_count()):
+        if turn == jax.process_index():
+            corpus = prepare(
+                config.data, config.model.vocab_size, progress=output.print, known=known
+            )
+        if jax.process_count() > 1:
             multihost_utils.sync_global_devices(f"tokens of process {turn}")
+    assert corpus is not None, "every process has its turn"
     return corpus

@@ -49,6 +49,7 @@ from geojax.platform import Watchdog
 from geojax.track.console import RunConsole
 from geojax.track.metrics import MetricsWriter
 from geojax.train.checkpoint import Checkpoints
+from geojax.train.evaluate import evaluation_record
 from geojax.train.origin import check_origin, origin
 from geojax.train.program import Program, Task
 from geojax.train.step import read_init
@@ -333,9 +334,7 @@ class Trainer:
             "round": self.position.round,
             "tokens": self.tokens,
             "seconds": self.position.seconds,
-            "loss": result.loss,
-            "perplexity": result.perplexity,
-            "sequences": min(config.sequences, self._valid.sequences - config.first),
+            **evaluation_record(result, config, self._valid),
         }
         self._metrics.write("eval", **record)
         console.eval_line(record)

@@ -6,7 +6,7 @@ here imports JAX until it is called.
 """
 
 from geojax.platform.cluster import initialize
-from geojax.platform.environment import apply, why_no_gpu
+from geojax.platform.environment import Rows, apply, why_no_gpu
 from geojax.platform.mfu import detect_gpu, mfu
 from geojax.platform.trace import OpTime, Trace, TraceSummary, summarize, trace_steps
 from geojax.platform.watchdog import EXIT_CODE, Watchdog
@@ -14,6 +14,7 @@ from geojax.platform.watchdog import EXIT_CODE, Watchdog
 __all__ = [
     "EXIT_CODE",
     "OpTime",
+    "Rows",
     "Trace",
     "TraceSummary",
     "Watchdog",

@@ -3,9 +3,10 @@
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from geojax.config import require
+from geojax.config import EvalConfig, require
+from geojax.data import ValidSequences
 from geojax.meshes.gradient import LossSums
 
 
@@ -25,3 +26,14 @@ def summarize(sums: Iterable[LossSums]) -> Evaluation:
     require(tokens, "no held-out token bears a loss; raise data.valid_fraction")
     mean = nats / tokens
     return Evaluation(mean, math.exp(mean) if mean < 700 else math.inf, int(tokens))
+
+
+def evaluation_record(
+    result: Evaluation, config: EvalConfig, valid: ValidSequences
+) -> dict[str, Any]:
+    """What a run's metrics say of an evaluation, apart from when it was."""
+    return {
+        "loss": result.loss,
+        "perplexity": result.perplexity,
+        "sequences": min(config.sequences, valid.sequences - config.first),
+    }

@@ -5,6 +5,7 @@ Invariant: every program of a model works on the same state - same leaves, same 
 in where it lies and in which order layers are stored. `move` takes a state from one to another.
 """
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -104,6 +105,14 @@ class Program:
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
             state,
             self.state_shardings,
+        )
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Of the state, on each device."""
+        return sum(
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for x in jax.tree.leaves(self.abstract_state)
         )
 
     @cached_property

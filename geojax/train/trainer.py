@@ -23,9 +23,10 @@ from geojax.track.console import RunConsole, format_bytes, format_count, format_
 from geojax.track.environment import machine, versions
 from geojax.track.metrics import MetricsWriter
 from geojax.train.checkpoint import Checkpoints
+from geojax.train.evaluate import evaluation_record
 from geojax.train.origin import check_origin, origin
 from geojax.train.program import Programs, Task
-from geojax.train.step import TrainState, init_state, read_init
+from geojax.train.step import StepStats, TrainState, init_state, read_init
 
 _CHUNK_STEPS = 8
 """Steps handed to the devices at once, at most; a signal is seen after them."""
@@ -109,10 +110,6 @@ class Trainer:
         seq_len, total = config.data.seq_len, config.train.total_tokens
         step_tokens = strategy.global_batch * seq_len
         flops = config.model.train_flops_per_token(seq_len)
-        state = sum(
-            np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-            for x in jax.tree.leaves(self._state)
-        )
         return [
             (
                 "model",
@@ -130,7 +127,7 @@ class Trainer:
                 f"{strategy.global_batch} sequences of {seq_len}, {format_count(step_tokens)} "
                 f"tokens, {flops * step_tokens / 1e12:.3g} TFLOP; {-(-total // step_tokens)} steps",
             ),
-            ("state", f"{format_bytes(state)} a device"),
+            ("state", f"{format_bytes(self._program.state_bytes)} a device"),
             ("clock", "measured: wall time of steps"),
         ]
 
@@ -165,6 +162,7 @@ class Trainer:
         left = -(-(total - self.tokens) // (batch * seq_len))
         steps = min(config.train.round_steps, left)
         begin, stride = self.tokens / total, batch * seq_len / total
+        running: list[StepStats] = []
         started, done, sums = time.perf_counter(), 0, np.zeros(5)
         pieces = self._sequences.chunks(
             position.cursor, steps, batch, self._programs.steps, rows=program.local_sequences
@@ -172,11 +170,14 @@ class Trainer:
         for piece, real in pieces:
             chunk = program.put_chunk(piece)
             self._state, stats = program.run(self._state, chunk, real, begin, stride, done)
-            sums += np.array([float(x) for x in jax.device_get(stats)])
             done += real
-            self._watchdog.beat(f"round {position.round + 1} step {position.step + done}")
+            running.append(stats)
+            if len(running) > 1:  # the devices never wait for the host between two chunks
+                sums += _numbers(running.pop(0))
+                self._watchdog.beat(f"round {position.round + 1} step {position.step + done}")
             if self._stopped():
                 break
+        sums += sum(map(_numbers, running))
         seconds = time.perf_counter() - started
         nats, tokens, norms, good, skipped = (float(x) for x in sums)
         position.round += 1
@@ -246,9 +247,7 @@ class Trainer:
             "round": self.position.round,
             "tokens": self.tokens,
             "seconds": self.position.seconds,
-            "loss": result.loss,
-            "perplexity": result.perplexity,
-            "sequences": min(config.sequences, self._valid.sequences - config.first),
+            **evaluation_record(result, config, self._valid),
         }
         if self._metrics:
             self._metrics.write("eval", **record)
@@ -302,6 +301,11 @@ class Trainer:
 
     def _wall_seconds(self) -> float:
         return self.position.wall_seconds + time.perf_counter() - self._resumed_at
+
+
+def _numbers(stats: StepStats) -> np.ndarray:
+    """Waits for the steps."""
+    return np.array([float(x) for x in jax.device_get(stats)])
 
 
 def _devices(wanted: int) -> list[jax.Device]:
