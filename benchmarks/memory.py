@@ -18,11 +18,11 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 
 import numpy as np
 
+from geojax.meshes.candidates import OPTIMIZER_SLOTS, Job
 from geojax.meshes.hardware import Cluster, get_gpu
 from geojax.meshes.memory import step_memory
 from geojax.meshes.strategy import Strategy, problems
 from geojax.models.config import get_model
-from geojax.plan.candidates import OPTIMIZER_SLOTS, Job
 from geojax.plan.exact import exact_bytes
 from geojax.track.environment import machine
 

@@ -21,7 +21,7 @@ from geojax import platform
 from geojax.config import ConfigError, RunConfig, require
 from geojax.data import Batch, empty_batch
 from geojax.meshes.calibration import calibration_json
-from geojax.meshes.hardware import Cluster, Gpu, get_gpu
+from geojax.meshes.hardware import NOMINAL, Cluster, get_gpu
 from geojax.meshes.strategy import Strategy, enumerate_strategies, parse_strategy, require_legal
 from geojax.meshes.timing import StepCase
 from geojax.meshes.timing_a100 import A100
@@ -30,14 +30,6 @@ from geojax.track.console import format_bytes, format_count, format_seconds, for
 from geojax.track.environment import machine, versions
 from geojax.track.metrics import write_atomically
 from geojax.train.program import Program, Task
-
-NOMINAL = Gpu(
-    bf16_flops_per_second=1e11,
-    memory_bytes=8 * 10**9,
-    memory_bytes_per_second=1e10,
-    link_bytes_per_second=5e9,
-)
-"""Stands for a device without a data sheet here, such as a core of a CPU: units to calibrate in."""
 
 
 def profile_strategies(

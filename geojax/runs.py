@@ -94,7 +94,7 @@ def resume(
     """
     config = read_config(folder / "config.json")
     if strategy is not None:
-        config = replace(config, strategy=strategy)
+        config = replace(config, strategy=strategy, chain=(), cona=None)
     running = _with_cluster(config, cluster or ClusterConfig())
     rows = _join(running)
     if _first() and strategy is not None:

@@ -26,6 +26,7 @@ from geojax.models.attention import attend, attend_cudnn
 from geojax.models.collectives import Collectives, vocab_nats
 from geojax.models.config import TransformerConfig
 from geojax.models.dropout import KEPT_MASK, Dropout
+from geojax.models.params import block_dims
 from geojax.models.transformer import Inputs, Params, Transformer
 
 _LAYER_INPUT = "layer input"
@@ -50,6 +51,45 @@ class LossSums(NamedTuple):
     nats: Float[Array, ""]
     tokens: Float[Array, ""]
     """Loss-bearing ones."""
+
+
+class Squares(NamedTuple):
+    """Squared norms of gradients of parts of a batch, summed over the parts, and the squares of the
+    parts' tokens; the noise scale follows from them (geojax.cona.noise).
+
+    By block: a layer's tensor [L], layers in storage order; a table's row [V]; any other tensor
+    whole. So a preconditioner that is one number a block can weigh them afterwards.
+    """
+
+    parts: Any
+    """Like the parameters: over micro-batches and copies, as far as the strategy has their
+    gradients apart (`gradient_parts`)."""
+    parts_tokens: Any
+    norms: Any
+    """Like the norms among the blocks: over sequences."""
+    norms_tokens: Any
+
+
+def gradient_parts(strategy: Strategy) -> int:
+    """Parts of a batch whose gradients a strategy computes apart: micro-batches, unless a pipeline
+    differentiates all of them at once, and copies, unless FSDP sums theirs layer by layer."""
+    micro_batches = strategy.micro_batches if strategy.pp == 1 else 1
+    return micro_batches * (strategy.dp if strategy.sharding != "all" else 1)
+
+
+def block_squares(tree: Params) -> Params:
+    """Sum of squares of each block of a tree like the parameters; float32 or wider."""
+
+    def squares(path, x: Array) -> Array:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        return jnp.sum(jnp.square(wide), axis=range(block_dims(path), x.ndim))
+
+    return jax.tree_util.tree_map_with_path(squares, tree)
+
+
+def block_norms(blocks: Params) -> Params:
+    """The norms among stacked parameters."""
+    return {name: leaves for name, leaves in blocks.items() if name.endswith("_norm")}
 
 
 @dataclass(frozen=True)
@@ -88,6 +128,28 @@ class ShardedModel:
 
         specs = (param_specs, jax.tree.map(lambda _: self.batch_spec, batch), PartitionSpec())
         return self._shard_map(body, specs, (PartitionSpec(), final_specs))(params, batch, key)
+
+    def measured(
+        self, params: Params, batch: Sequences, key: Array
+    ) -> tuple[LossSums, Params, Squares]:
+        """`gradient`, and squares of the gradients of the batch's parts."""
+        param_specs, final_specs = state_specs(self.rules, self.strategy)
+
+        def body(params, batch, key):
+            params = jax.tree.map(self._collectives.vary, params)
+            sums, grads, squares = self._accumulate_measured(params, batch, key)
+            total = self._total(sums), jax.tree.map(self._reduce, grads, self.rules)
+            return *total, self._total_squares(squares)
+
+        def lead(path, rule: Rule) -> PartitionSpec:
+            return PartitionSpec(*self._spec(rule)[: block_dims(path)])
+
+        blocks = jax.tree_util.tree_map_with_path(lead, self.rules)
+        whole = PartitionSpec()
+        squares = Squares(blocks, whole, block_norms(blocks["blocks"]), whole)
+        specs = (param_specs, jax.tree.map(lambda _: self.batch_spec, batch), whole)
+        out_specs = (whole, final_specs, squares)
+        return self._shard_map(body, specs, out_specs)(params, batch, key)
 
     def loss(self, params: Params, batch: Sequences) -> LossSums:
         """Sums over a batch, nothing dropped."""
@@ -165,8 +227,110 @@ class ShardedModel:
         zero = (self._zero_sums(params), jax.tree.map(jnp.zeros_like, params))
         return jax.lax.scan(add, zero, batch)[0]
 
-    def _local_loss(self, params: Params, batch: Sequences, key: Array | None):
-        """Sums over this copy's sequences, the same on all its devices; batch [m, b, t]."""
+    def _accumulate_measured(self, params: Params, batch: Sequences, key: Array):
+        """The same with squares of parts, those that this device has of them.
+
+        A norm's scale gets a copy for every sequence, whose gradient is then that sequence's own
+        (Gray et al. 2024, "Normalization Layer Per-Example Gradients are Sufficient to Predict
+        Gradient Noise Scale in Transformers"), under every strategy and at no cost to speak of.
+        """
+
+        def share(params, taps, batch):
+            nats, tokens = self._local_loss(params, batch, key, taps)
+            return nats / self._copies, LossSums(nats, tokens)
+
+        gradient = jax.grad(share, argnums=(0, 1), has_aux=True)
+
+        def part(batch):
+            sums_of_sequences = jnp.sum(batch.weights, axis=-1)
+            taps = jax.tree.map(
+                lambda x: self._collectives.vary(
+                    jnp.zeros((len(x), *sums_of_sequences.shape, x.shape[-1]), x.dtype)
+                ),
+                block_norms(params["blocks"]),
+            )
+            (grads, taps), sums = gradient(params, taps, batch)
+            tokens = sums.tokens
+            if self.strategy.sharding == "all" and self.strategy.dp > 1:
+                tokens = self._collectives.vary(jax.lax.psum(tokens, DATA))
+            squares = Squares(
+                self._part_squares(grads),
+                jnp.square(tokens),
+                self._sequence_squares(taps),
+                jnp.sum(jnp.square(sums_of_sequences)).astype(tokens.dtype),
+            )
+            return sums, grads, squares
+
+        if self.strategy.pp > 1:
+            return part(batch)
+
+        def add(total, micro):
+            return jax.tree.map(jnp.add, total, part(jax.tree.map(lambda x: x[None], micro))), None
+
+        first = jax.tree.map(lambda x: x[:1], batch)
+        zero = jax.tree.map(
+            lambda x: self._collectives.vary(jnp.zeros(x.shape, x.dtype)),
+            jax.eval_shape(part, first),
+        )
+        return jax.lax.scan(add, zero, batch)[0]
+
+    def _part_squares(self, grads: Params) -> Params:
+        """Block by block, of the whole gradient of this device's part."""
+
+        def whole(grad: Array, rule: Rule) -> Array:
+            own = (DATA,) if self.strategy.sharding != "all" else ()
+            rest = self._axes_but(*_named(self._spec(rule)), *own)
+            return self._collectives.vary(jax.lax.psum(grad, rest)) if rest else grad
+
+        return block_squares(jax.tree.map(whole, grads, self.rules))
+
+    def _sequence_squares(self, taps: Params) -> Params:
+        """[L] of gradients [L, m, b, d] a sequence, which tensor parallelism has shares of."""
+
+        def squares(x: Array) -> Array:
+            if self.strategy.tp > 1:
+                x = self._collectives.vary(jax.lax.psum(x, TENSOR))
+            return jnp.sum(jnp.square(x), axis=(1, 2, 3))
+
+        return jax.tree.map(squares, taps)
+
+    def _total_squares(self, squares: Squares) -> Squares:
+        """Over parts on other devices, and over the devices that have something of a block."""
+        fsdp = self.strategy.sharding == "all"
+
+        def total(x: Array, kept: tuple[str, ...], summed: tuple[str, ...]) -> Array:
+            summed = tuple(a for a in self._collectives.axes if a in summed)
+            x = jax.lax.psum(x, summed) if summed else x
+            same = self._axes_but(*kept, *summed)
+            return jax.lax.pmax(x, same) if same else x
+
+        def blocks(path, x: Array, rule: Rule) -> Array:
+            spec, dims = self._spec(rule), block_dims(path)
+            kept, inner = _named(spec[:dims]), _named(spec[dims:])
+            return total(x, kept, inner if fsdp else (*inner, DATA))
+
+        stages = (PIPELINE,) if self.strategy.pp > 1 else ()
+        return Squares(
+            jax.tree_util.tree_map_with_path(blocks, squares.parts, self.rules),
+            total(squares.parts_tokens, (), () if fsdp else (DATA,)),
+            jax.tree.map(lambda x: total(x, stages, (DATA,)), squares.norms),
+            total(squares.norms_tokens, (), (DATA,)),
+        )
+
+    def _spec(self, rule: Rule) -> PartitionSpec:
+        """Of a parameter, and of its gradient before copies are summed."""
+        return rule.copies if self.strategy.sharding == "all" else rule.model
+
+    def _axes_but(self, *named: str) -> tuple[str, ...]:
+        return tuple(a for a in self._collectives.axes if a not in named)
+
+    def _local_loss(
+        self, params: Params, batch: Sequences, key: Array | None, taps: Params | None = None
+    ):
+        """Sums over this copy's sequences, the same on all its devices; batch [m, b, t].
+
+        `taps` [L, m, b, d]: what is added to each norm's leaves, sequence by sequence.
+        """
         rest = {name: x for name, x in params.items() if name != "blocks"}
         rest = self._gather(rest, {k: r for k, r in self.rules.items() if k != "blocks"})
 
@@ -180,34 +344,43 @@ class ShardedModel:
             return self._model.embed(rest, tokens, inputs(*side), self.dtype)
 
         def layers(weights, x, numbers, side):
+            micro, side = side
+            weights, taps = weights
             seen = inputs(*side)
             rotary = self._model.rotary(seen)
 
             def layer(x, item):
-                weights, number = item
+                weights, taps, number = item
                 weights = self._gather(weights, self.rules["blocks"], stacked=True)
+                if taps:
+                    norms = jax.tree.map(
+                        lambda w, tap: w + tap[:, None], block_norms(weights), taps
+                    )
+                    weights = weights | norms
                 return self._model.layer(weights, x, number, rotary, seen), None
 
-            return jax.lax.scan(self._remat(layer), x, (weights, numbers))[0]
+            taps = jax.tree.map(lambda tap: tap[:, micro], taps)
+            return jax.lax.scan(self._remat(layer), x, (weights, taps, numbers))[0]
 
         def nats(rest, x, targets, weights):
             logits = self._model.logits(rest, x)
             return jnp.sum(vocab_nats(logits, targets, self._collectives) * weights)
 
         side = (batch.positions, batch.segments, batch.samples)
+        weights = (params["blocks"], taps or {})
         if self.strategy.pp == 1:
             one = jax.tree.map(lambda x: x[0], (batch, side))
             batch, side = one
             numbers = jnp.arange(self.config.layers)
-            x = layers(params["blocks"], embed(batch.tokens, side), numbers, side)
+            x = layers(weights, embed(batch.tokens, side), numbers, (0, side))
             return nats(rest, x, batch.targets, batch.weights), jnp.sum(batch.weights)
 
         first = jax.lax.map(lambda item: embed(*item), (batch.tokens, side))
         last = run_pipeline(
             layers,
-            params["blocks"],
+            weights,
             first,
-            side,
+            (jnp.arange(self.strategy.micro_batches), side),
             self.config.layers,
             self.strategy,
             self._collectives,
@@ -249,9 +422,7 @@ class ShardedModel:
     def _reduce(self, grad: Array, rule: Rule) -> Array:
         """The sum over the devices that hold a copy of the parameter, where it is kept."""
         sharding, dim = self.strategy.sharding, rule.copies_dim
-        spec = rule.copies if sharding == "all" else rule.model
-        named = {a for axis in spec for a in (axis if isinstance(axis, tuple) else (axis,))}
-        rest = tuple(a for a in self._collectives.axes if a not in named)
+        rest = self._axes_but(*_named(self._spec(rule)))
         if sharding == "optimizer" and dim is not None and DATA in rest:
             grad = jax.lax.psum_scatter(grad, DATA, scatter_dimension=dim, tiled=True)
             rest = tuple(a for a in rest if a != DATA)
@@ -272,6 +443,11 @@ class ShardedModel:
         wide = jnp.promote_types(jax.tree.leaves(params)[0].dtype, jnp.float32)
         zero = self._collectives.vary(jnp.zeros((), wide))
         return LossSums(zero, zero)
+
+
+def _named(spec: Any) -> tuple[str, ...]:
+    """Axes that a spec, or a part of one, names."""
+    return tuple(a for axis in spec if axis for a in (axis if isinstance(axis, tuple) else (axis,)))
 
 
 def keeps(remat: Remat, primitive: Any, *_: Any, **params: Any) -> bool:

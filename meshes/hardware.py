@@ -41,6 +41,15 @@ GPUS: dict[str, Gpu] = {
 }
 
 
+NOMINAL = Gpu(
+    bf16_flops_per_second=1e11,
+    memory_bytes=8 * 10**9,
+    memory_bytes_per_second=1e10,
+    link_bytes_per_second=5e9,
+)
+"""Stands for a device without a data sheet here, such as a core of a CPU: units to calibrate in."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Equal nodes of equal GPUs; a node's GPUs are numbered in a row."""

@@ -10,6 +10,7 @@ XLA's do it.
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,36 @@ def reshard(
         leaves[i] = jax.block_until_ready(_move(leaf, target))
         del leaf
     return jax.tree.unflatten(structure, leaves)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A leaf on the host: this process's shards by index, each once."""
+
+    shape: tuple[int, ...]
+    sharding: jax.sharding.Sharding
+    parts: dict[str, np.ndarray]
+
+
+def keep_copy(tree: Any) -> Any:
+    """Host copies of this process's shards of a tree."""
+
+    def copy(x: jax.Array) -> _Kept:
+        shards = {str(s.index): s for s in x.addressable_shards}
+        return _Kept(x.shape, x.sharding, {i: np.array(s.data) for i, s in shards.items()})
+
+    return jax.tree.map(copy, tree)
+
+
+def bring_back(kept: Any) -> Any:
+    """The tree that `keep_copy` took, where it was."""
+
+    def put(leaf: _Kept) -> jax.Array:
+        return jax.make_array_from_callback(
+            leaf.shape, leaf.sharding, lambda index: leaf.parts[str(index)]
+        )
+
+    return jax.tree.map(put, kept)
 
 
 def in_stack(path: tuple[Any, ...]) -> bool:

@@ -27,6 +27,11 @@ def roles(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(_role, params)
 
 
+def block_dims(path: tuple[Any, ...]) -> int:
+    """Leading dims that number a leaf's blocks: 1 for layers and a table's rows, else 0."""
+    return int(path[0].key == "blocks" or path[-1].key in _TABLES)
+
+
 def _role(path: tuple[Any, ...], leaf: Any) -> Role:
     names = [entry.key for entry in path]
     stacked = leaf.shape[0] if names[0] == "blocks" else 1

@@ -9,15 +9,19 @@ import pytest
 from geojax.config import (
     AnomalyConfig,
     BalanceConfig,
+    ChainLeg,
     CheckpointConfig,
     ClockConfig,
+    ConaConfig,
     ConfigError,
     DataConfig,
     EvalConfig,
     ExchangeConfig,
     MaskingConfig,
+    NoiseConfig,
     OptimizerConfig,
     RunConfig,
+    ScalingConfig,
     ScheduleConfig,
     SliceConfig,
     SourceConfig,
@@ -91,8 +95,30 @@ BAD_PARTS = [
     (BalanceConfig, {"inner_steps": 3, "throughput_slack": 1.0}, r"slack 1.0 must lie in \[0, 1\)"),
     (BalanceConfig, {"inner_steps": 3, "throughput_slack": -0.1}, r"slack -0.1 must lie in"),
     (ExchangeConfig, {"codec": "fp32"}, "error_feedback has nothing .* fp32; set it to False"),
-    (ClockConfig, {"kind": "modelled"}, "wan '' goes with .*'modelled'.*set both or neither"),
-    (ClockConfig, {"wan": WAN}, f"wan '{WAN}' goes with .*kind is 'measured'.*set both"),
+    (ClockConfig, {"kind": "modelled"}, r"'modelled': .* wants either a wan \(''\), .* gpu \(''\)"),
+    (ClockConfig, {"wan": WAN}, f"'measured': .* no other, wants either a wan \\('{WAN}'\\)"),
+    (ClockConfig, {"gpu": "h100"}, r"'measured': .* no other, wants .* gpu \('h100'\)"),
+    (ClockConfig, {"kind": "modelled", "gpu": "h1"}, "no GPU named 'h1'"),
+    (
+        ClockConfig,
+        {"kind": "modelled", "gpu": "h100", "switch_seconds": -1.0},
+        "switch_seconds -1.0 must be at least 0",
+    ),
+    (ScalingConfig, {"base_batch": 0}, "base_batch 0 must be at least 1"),
+    (ScalingConfig, {"base_batch": 8, "rule": "table"}, r"has table \(\); give"),
+    (ScalingConfig, {"base_batch": 8, "cap": True}, "cap has no meaning under rate rule"),
+    (ConaConfig, {"global_batches": ()}, r"global_batches \(\) needs at least one number"),
+    (ConaConfig, {"global_batches": (8, 8)}, r"global_batches \(8, 8\) needs .*, each once"),
+    (ConaConfig, {"global_batches": (8,), "dwell_rounds": 0}, "dwell_rounds 0 must be at least 1"),
+    (ConaConfig, {"global_batches": (8,), "margin": 1.0}, r"margin 1.0 must lie in \[0, 1\)"),
+    (
+        ConaConfig,
+        {"global_batches": (8,), "timing_error": 0.0},
+        "timing_error 0.0 must lie between",
+    ),
+    (NoiseConfig, {"first_steps": 1}, "first_steps 1 must be at least 2"),
+    (NoiseConfig, {"window_samples": 0}, "window_samples 0 must be at least 1"),
+    (NoiseConfig, {"window_fraction": 1.0}, r"window_fraction 1.0 must lie in \[0, 1\)"),
     (ClockConfig, {"model": "llama-tiny", "seq_len": 9}, "clock.model/seq_len would be ignored"),
     (
         ClockConfig,
@@ -182,6 +208,10 @@ CLUSTER = RunConfig(
     strategy="dp2-tp2-pp2-mb1-gb16",
 )
 
+LEGS = (ChainLeg(0, "dp1-tp1-pp1-mb8-gb8"), ChainLeg(100, "dp1-tp1-pp1-mb8-gb16"))
+LADDER = ConaConfig(global_batches=(8, 16))
+SCALING = ScalingConfig(base_batch=8)
+
 
 def with_slice(config, **changes):
     """`config` with changes to its first slice."""
@@ -193,9 +223,9 @@ BAD_RUNS = [
     (MEASURED, {"seed": -1}, "seed -1 must lie in 0..4294967295"),
     (MEASURED, {"name": "../up"}, "name '../up' becomes a folder; use letters"),
     (MEASURED, {"name": ""}, "name '' becomes a folder"),
-    (MEASURED, {"slices": ()}, r"either slices \(0\) or a strategy \(''\), exactly one; give one"),
-    (MEASURED, {"strategy": CLUSTER.strategy}, r"either slices \(2\) or a strategy .*exactly one"),
-    (CLUSTER, {"strategy": ""}, r"either slices \(0\) or a strategy \(''\), exactly one; give one"),
+    (MEASURED, {"slices": ()}, "exactly one of .* and this one has none; give"),
+    (MEASURED, {"strategy": CLUSTER.strategy}, r"exactly one of .* has \['slices', 'strategy'\]"),
+    (CLUSTER, {"strategy": ""}, "exactly one of .* and this one has none; give"),
     (CLUSTER, {"strategy": "dp2"}, "'dp2' is no strategy; write it like dp2-tp2-pp2-mb1-gb16"),
     (
         CLUSTER,
@@ -208,6 +238,34 @@ BAD_RUNS = [
         "global_batch 16 does not divide by dp 1 x micro_batch 3; use 15 or 18",
     ),
     (MEASURED, {"balance": RunConfig.balance}, "balance is unset, and slices need it"),
+    (CLUSTER, {"chain": LEGS}, r"exactly one of .* has \['strategy', 'chain'\]"),
+    (CLUSTER, {"strategy": "", "chain": LEGS[1:]}, r"legs begin at \[100\] tokens; the first"),
+    (CLUSTER, {"strategy": "", "chain": LEGS}, r"batches \[8, 16\] change.*set scaling to"),
+    (
+        CLUSTER,
+        {"strategy": "", "chain": (LEGS[0], ChainLeg(9, "dp2-tp1-pp1-mb1-gb8"))},
+        r"of \[1, 2\] devices; all must use the same",
+    ),
+    (CLUSTER, {"strategy": "", "cona": LADDER}, "cona changes the batch.*set scaling"),
+    (
+        CLUSTER,
+        {"strategy": "", "cona": replace(LADDER, start="dp3"), "scaling": SCALING},
+        "'dp3' is no strategy",
+    ),
+    (
+        CLUSTER,
+        {
+            "noise": NoiseConfig(metric="preconditioned"),
+            "train": replace(CLUSTER.train, optimizer=OptimizerConfig("sgd", 0.1)),
+        },
+        "sgd knows nothing; use 'plain'",
+    ),
+    (
+        MEASURED,
+        {"noise": NoiseConfig()},
+        "noise is of a run by strategies, and this one has slices",
+    ),
+    (MEASURED, {"scaling": SCALING}, "scaling is of a run by strategies, and this one has slices"),
     (CLUSTER, {"balance": MEASURED.balance}, "balance says how slices work .* leave it unset"),
     (CLUSTER, {"exchange": ExchangeConfig(codec="int8")}, "exchange says how slices work"),
     (

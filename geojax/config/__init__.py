@@ -7,6 +7,7 @@ names. Nothing here imports JAX, so that the command line answers at once.
 """
 
 from geojax.config.base import ConfigError, LostRunError, RunError, require
+from geojax.config.cona import ChainLeg, ConaConfig, NoiseConfig, ScalingConfig
 from geojax.config.data import DataConfig, MaskingConfig, SourceConfig, TokenizerConfig
 from geojax.config.geomesh import (
     BalanceConfig,
@@ -30,20 +31,24 @@ from geojax.config.train import (
 __all__ = [
     "AnomalyConfig",
     "BalanceConfig",
+    "ChainLeg",
     "CheckpointConfig",
     "ClockConfig",
     "ClusterConfig",
+    "ConaConfig",
     "ConfigError",
     "DataConfig",
     "EvalConfig",
     "ExchangeConfig",
     "LostRunError",
     "MaskingConfig",
+    "NoiseConfig",
     "OptimizerConfig",
     "OuterConfig",
     "PlatformConfig",
     "RunConfig",
     "RunError",
+    "ScalingConfig",
     "ScheduleConfig",
     "SliceConfig",
     "SourceConfig",

@@ -5,8 +5,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from geojax.config.base import STRICT, require
+from geojax.config.base import STRICT, ConfigError, require
 from geojax.config.train import OptimizerConfig, ScheduleConfig
+from geojax.meshes.hardware import get_gpu
 from geojax.meshes.strategy import Strategy
 from geojax.meshes.wan import get_wan
 from geojax.models.config import get_model
@@ -190,17 +191,29 @@ class ClockConfig:
     base_step_seconds: float | None = None
     """Modelled, slices given by speed: seconds a step of base_batch sequences at speed 1."""
     base_batch: int | None = None
+    gpu: str = ""
+    """Modelled, a run by strategies: GPU type of `meshes/hardware.py`. Steps are timed on `nodes` x
+    `gpus_per_node` of them; they run on one device here."""
+    nodes: int = 1
+    gpus_per_node: int = 8
+    switch_seconds: float = 5.0
+    """Modelled, a run by strategies: seconds of a switch: moving the state, and what of compiling
+    the run has to wait for."""
 
     def __post_init__(self):
         modelled = self.kind == "modelled"
         require(
-            bool(self.wan) == modelled,
-            f"clock.wan {self.wan!r} goes with clock.kind 'modelled' and only with it "
-            f"(kind is {self.kind!r}); set both or neither",
+            bool(self.wan or self.gpu) == modelled and not (self.wan and self.gpu),
+            f"clock.kind {self.kind!r}: the modelled clock, and no other, wants either a wan "
+            f"({self.wan!r}), for slices, or a gpu ({self.gpu!r}), for strategies",
         )
-        for name in ("seq_len", "base_batch"):
+        for name in ("seq_len", "base_batch", "nodes", "gpus_per_node"):
             value = getattr(self, name)
             require(value is None or value >= 1, f"clock.{name} {value} must be at least 1")
+        require(
+            0 <= self.switch_seconds < math.inf,
+            f"clock.switch_seconds {self.switch_seconds} must be at least 0 and finite",
+        )
         optional = ("model", "seq_len", "base_step_seconds", "base_batch")
         set_fields = [name for name in optional if getattr(self, name)]
         require(
@@ -217,7 +230,9 @@ class ClockConfig:
             self.base_step_seconds is None or 0 < self.base_step_seconds < math.inf,
             f"clock.base_step_seconds {self.base_step_seconds} must be above 0 and finite",
         )
-        if self.model:
-            get_model(self.model)
-        if self.wan:
-            get_wan(self.wan)
+        try:
+            for name, get in ((self.model, get_model), (self.wan, get_wan), (self.gpu, get_gpu)):
+                if name:
+                    get(name)
+        except ValueError as error:
+            raise ConfigError(f"clock: {error}") from error

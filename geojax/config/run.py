@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from geojax.config.base import STRICT, ConfigError, require
+from geojax.config.cona import ChainLeg, ConaConfig, NoiseConfig, ScalingConfig
 from geojax.config.data import DataConfig
 from geojax.config.geomesh import (
     BalanceConfig,
@@ -39,6 +40,15 @@ class RunConfig:
     """Regions that train by GeoMesh; empty: one cluster, by `strategy`."""
     strategy: str = ""
     """How one cluster computes a step, such as dp2-tp2-pp2-mb1-gb16; see meshes.strategy."""
+    chain: tuple[ChainLeg, ...] = ()
+    """Strategies one after another, in place of one."""
+    cona: ConaConfig | None = None
+    """Strategies that are chosen while the run goes on."""
+    scaling: ScalingConfig | None = None
+    """How the learning rate follows a batch other than the one it was tuned at; unset: it does
+    not."""
+    noise: NoiseConfig | None = None
+    """Measure the gradient's noise scale; unset: only where cona or scaling asks for it."""
     balance: BalanceConfig = _NO_SLICES
     data: DataConfig = DataConfig()
     exchange: ExchangeConfig = ExchangeConfig()
@@ -58,15 +68,31 @@ class RunConfig:
             re.fullmatch(r"\w[\w.+-]*", self.name),
             f"name {self.name!r} becomes a folder; use letters, digits, '.', '_', '+' and '-'",
         )
+        ways = {
+            "slices": bool(self.slices),
+            "strategy": bool(self.strategy),
+            "chain": bool(self.chain),
+            "cona": self.cona is not None,
+        }
+        given = [name for name, there in ways.items() if there]
         require(
-            bool(self.slices) != bool(self.strategy),
-            f"a run has either slices ({len(self.slices)}) or a strategy ({self.strategy!r}), "
-            "exactly one; give one of them",
+            len(given) == 1,
+            f"a run goes by exactly one of {list(ways)}, and this one has {given or 'none'}; give "
+            "one of them",
         )
         self._check_data()
-        if self.strategy:
-            self._check_strategy()
+        if not self.slices:
+            self._check_one_cluster()
             return
+        for name in ("scaling", "noise"):
+            require(
+                getattr(self, name) is None,
+                f"{name} is of a run by strategies, and this one has slices; leave it unset",
+            )
+        require(
+            not self.clock.gpu,
+            f"clock.gpu {self.clock.gpu!r} is of a run by strategies; give each slice its gpu",
+        )
         require(
             self.balance != _NO_SLICES,
             "balance is unset, and slices need it: say how many inner steps the slowest takes, "
@@ -85,21 +111,69 @@ class RunConfig:
                 "them unset or set clock.kind to 'modelled'"
             )
 
-    def _check_strategy(self) -> None:
-        try:
-            require_legal(parse_strategy(self.strategy), self.model)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        defaults = (_NO_SLICES, ExchangeConfig(), OuterConfig(), ClockConfig())
-        for name, default in zip(("balance", "exchange", "outer", "clock"), defaults, strict=True):
+    @property
+    def measured_noise(self) -> NoiseConfig | None:
+        """How noise is measured, for whoever asks for it; None where nobody does."""
+        asked = self.cona or (self.scaling and self.scaling.wants_noise)
+        return self.noise or (NoiseConfig() if asked else None)
+
+    def _check_one_cluster(self) -> None:
+        for name, default in (
+            ("balance", _NO_SLICES),
+            ("exchange", ExchangeConfig()),
+            ("outer", OuterConfig()),
+        ):
             require(
                 getattr(self, name) == default,
-                f"{name} says how slices work together, and this run has a strategy and no slices; "
-                "leave it unset",
+                f"{name} says how slices work together, and this run has none; leave it unset",
             )
+        modelled = self.clock.kind == "modelled"
         require(
-            self.train.micro_batch is None,
+            not self.clock.wan,
+            f"clock.wan {self.clock.wan!r} is between slices, and this run has none; set clock.gpu",
+        )
+        require(
+            self.train.micro_batch is None or modelled,
             f"train.micro_batch {self.train.micro_batch} is of slices; the strategy names its own",
+        )
+        model, gpus = self.clocked_model(), self.clock.nodes * self.clock.gpus_per_node
+        try:
+            legs = [parse_strategy(leg.strategy) for leg in self.chain]
+            named = [self.strategy] if self.strategy else []
+            if self.cona and self.cona.start:
+                named.append(self.cona.start)
+            for strategy in [*legs, *(parse_strategy(text) for text in named)]:
+                require_legal(strategy, model, gpus if modelled else None)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self._check_chain({s.devices for s in legs}, {s.global_batch for s in legs})
+        require(
+            self.cona is None or len(self.cona.global_batches) == 1 or self.scaling,
+            "cona changes the batch, and the learning rate must follow: set scaling to "
+            "ScalingConfig(base_batch=the batch that train.optimizer was tuned at)",
+        )
+        require(
+            not (self.noise and self.noise.metric == "preconditioned")
+            or self.train.optimizer.name != "sgd",
+            "noise.metric 'preconditioned' is by what the optimizer knows of the gradient's size, "
+            "and sgd knows nothing; use 'plain', or adamw or lion",
+        )
+
+    def _check_chain(self, devices: set[int], batches: set[int]) -> None:
+        begins = [leg.tokens for leg in self.chain]
+        require(
+            not begins or (begins[0] == 0 and begins == sorted(set(begins))),
+            f"chain: its legs begin at {begins} tokens; the first must begin at 0 and each later "
+            "than the one before",
+        )
+        require(
+            len(devices) <= 1,
+            f"chain: its strategies are of {sorted(devices)} devices; all must use the same",
+        )
+        require(
+            len(batches) <= 1 or self.scaling,
+            f"chain: batches {sorted(batches)} change, and the learning rate must follow: set "
+            "scaling to ScalingConfig(base_batch=the batch that train.optimizer was tuned at)",
         )
 
     def _check_data(self) -> None:

@@ -16,11 +16,7 @@ from rich.text import Text
 from geojax.config import ConfigError, require
 from geojax.meshes.aot import AotUnavailableError
 from geojax.meshes.calibration import read_calibration
-from geojax.meshes.hardware import Cluster, Gpu, get_gpu
-from geojax.meshes.memory import STATED_ERROR
-from geojax.meshes.timing_a100 import A100, extrapolated
-from geojax.models.config import TransformerConfig, get_model
-from geojax.plan.candidates import (
+from geojax.meshes.candidates import (
     CONTEXT_BYTES,
     FRAGMENTATION,
     Candidate,
@@ -30,6 +26,10 @@ from geojax.plan.candidates import (
     make_plan,
     with_exact_memory,
 )
+from geojax.meshes.hardware import Cluster, Gpu, get_gpu
+from geojax.meshes.memory import STATED_ERROR
+from geojax.meshes.timing_a100 import A100, extrapolated
+from geojax.models.config import TransformerConfig, get_model
 from geojax.plan.exact import exact_bytes
 from geojax.track.console import format_seconds, format_share
 from geojax.track.environment import machine, versions
@@ -90,7 +90,10 @@ def run_plan(options: PlanOptions) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     far = (lambda case: None) if options.calibration else extrapolated
-    plan = make_plan(job, timing, far)
+    try:
+        plan = make_plan(job, timing, far)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     plan, note = _counted(plan, job, options, console)
     cluster = f"{options.nodes} x {options.gpus_per_node} {options.gpu}"
     title = f"{name} on {cluster}, {job.seq_len} tokens, {options.optimizer}"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from geojax.config import OptimizerConfig, TrainConfig
 from geojax.data import cache_dir
+from geojax.meshes.candidates import Job
 from geojax.meshes.strategy import Strategy
-from geojax.plan.candidates import Job
 
 
 def exact_bytes(job: Job, gpu: str, strategy: Strategy, folder: Path | None = None) -> int:

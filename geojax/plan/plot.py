@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from geojax.plan.candidates import Candidate, Job, frontier
+from geojax.meshes.candidates import Candidate, Job, frontier
 
 
 def plot_plan(candidates: Sequence[Candidate], job: Job, title: str, path: Path) -> None:

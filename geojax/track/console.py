@@ -40,6 +40,7 @@ _STEP_COLUMNS = (
     ("", "MFU", 6),
     ("time", "left", 8),
 )
+_NOISE_COLUMNS = (("", "batch", 5), ("", "noise", 6))
 _LINES_A_HEADING = 20
 
 
@@ -125,7 +126,9 @@ class RunConsole:
         share of the GPUs' peak, where that is known.
         """
         done = self._advance(record["tokens"])
-        self._heading(_STEP_COLUMNS)
+        noise = record.get("noise")
+        columns = _STEP_COLUMNS if noise is None else (*_STEP_COLUMNS, *_NOISE_COLUMNS)
+        self._heading(columns)
         loss, norm = work["loss"], work["grad_norm"]
         cells = [
             str(record["step"]),
@@ -138,7 +141,11 @@ class RunConsole:
             "-" if record["mfu"] is None else format_share(record["mfu"]),
             self._left(),
         ]
-        self._print(_row(cells, _STEP_COLUMNS))
+        if noise is not None:
+            value = noise["value"]
+            known = f">{noise['low']:.3g}" if value is None else f"{value:.3g}"
+            cells += [str(work["batch"]), known]
+        self._print(_row(cells, columns))
 
     def eval_line(self, record: Record) -> None:
         """Print an evaluation."""
@@ -148,6 +155,10 @@ class RunConsole:
             f"{self._clock}: loss {'-' if loss is None else f'{loss:.4f}'}, perplexity "
             f"{'-' if perplexity is None else f'{perplexity:.2f}'}"
         )
+
+    def note(self, text: str) -> None:
+        """Print something that happened: a switch of strategy."""
+        self._print(f"  {text}", style="cyan")
 
     def warn(self, text: str) -> None:
         """Print something that the user should know: a slice left out, steps skipped."""

@@ -20,10 +20,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from geojax.config import ConfigError, TrainConfig
+from geojax.cona.rules import beta2_for
+from geojax.config import ConfigError, OptimizerConfig, TrainConfig
 from geojax.data import Batch, empty_batch
 from geojax.meshes.axes import strategy_mesh
-from geojax.meshes.gradient import LossSums, Sequences, ShardedModel
+from geojax.meshes.gradient import LossSums, Sequences, ShardedModel, gradient_parts
 from geojax.meshes.pipeline import storage_order
 from geojax.meshes.reshard import in_stack, reshard
 from geojax.meshes.rules import state_specs
@@ -31,6 +32,7 @@ from geojax.meshes.strategy import Strategy, require_legal
 from geojax.models.config import TransformerConfig
 from geojax.models.transformer import Params, abstract_params, init_params
 from geojax.train.evaluate import Evaluation, summarize
+from geojax.train.noise import Metric, in_halves, make_measure
 from geojax.train.optim import make_optimizer
 from geojax.train.step import StepStats, TrainState, init_state, make_loop, make_train_step
 
@@ -46,6 +48,19 @@ class Task:
     """Whether positions see their own document only."""
     seed: int = 0
     """Of dropout."""
+    noise: Metric | None = None
+    """The norm in which the gradient's noise is measured; None: it is not."""
+    base_batch: int | None = None
+    """Sequences a step that the optimizer's config is for; decay and Adam's second moment then go
+    by tokens under any batch. None: by steps."""
+
+    def optimizer(self, batch: int) -> OptimizerConfig:
+        """The optimizer of steps of `batch` sequences."""
+        config = self.train.optimizer
+        if self.base_batch is None or config.name != "adamw":
+            return config
+        b2 = 0.95 if config.b2 is None else config.b2
+        return replace(config, b2=beta2_for(b2, batch, self.base_batch))
 
 
 class Program:
@@ -72,11 +87,17 @@ class Program:
         self.mesh: Mesh = strategy_mesh(strategy, devices)
         self.order = storage_order(task.model.layers, strategy)
         self._sharded = self._lay_out(strategy)
-        self._step = make_train_step(self._gradient, task.train, self._settle)
-        self._compiled: dict[int, jax.stages.Compiled] = {}
+        self.parts = gradient_parts(strategy)
+        self._steps = {probe: self._make_step(probe) for probe in (False, True)}
+        self._compiled: dict[tuple[int, bool], jax.stages.Compiled] = {}
         self._evaluations: dict[int, Callable[..., LossSums]] = {}
         self._jit = partial(jax.jit, compiler_options=compiler_options)
         self._lock = threading.Lock()
+
+    @property
+    def wants_probes(self) -> bool:
+        """Whether noise is measured, and of the whole gradient only by probes."""
+        return self.task.noise is not None and self.parts < 2
 
     @cached_property
     def state_shardings(self) -> TrainState:
@@ -174,7 +195,7 @@ class Program:
 
         return jax.tree.map(put, chunk)
 
-    def lower(self, steps: int) -> jax.stages.Lowered:
+    def lower(self, steps: int, probe: bool = False) -> jax.stages.Lowered:
         """The loop over chunks of `steps`, not yet compiled; costs no memory on the devices."""
         b = self.strategy.dp * self.strategy.micro_batch
         lead = (steps, self.strategy.micro_batches, b)
@@ -184,32 +205,63 @@ class Program:
         )
         whole = NamedSharding(self.mesh, PartitionSpec())
         loop = self._jit(
-            make_loop(self._step),
+            make_loop(self._steps[probe]),
             donate_argnums=0,
             out_shardings=(self.state_shardings, whole),
         )
-        types = (jnp.int32, jnp.float32, jnp.float32, jnp.int32)
+        types = (jnp.int32, jnp.float32, jnp.float32, jnp.int32, jnp.float32)
         scalars = (jax.ShapeDtypeStruct((), t) for t in types)
         return loop.lower(self.abstract_state, chunk, *scalars)
 
-    def compile(self, steps: int) -> jax.stages.Compiled:
+    def compile(self, steps: int, probe: bool = False) -> jax.stages.Compiled:
         """The same, compiled; once for each length of chunk, from any thread."""
         with self._lock:
-            if steps not in self._compiled:
-                self._compiled[steps] = self.lower(steps).compile()
-            return self._compiled[steps]
+            if (steps, probe) not in self._compiled:
+                self._compiled[steps, probe] = self.lower(steps, probe).compile()
+            return self._compiled[steps, probe]
 
     def run(
-        self, state: TrainState, chunk: Batch, count: int, begin: float, stride: float, done: int
+        self,
+        state: TrainState,
+        chunk: Batch,
+        count: int,
+        begin: float,
+        stride: float,
+        done: int,
+        scale: float = 1.0,
+        probe: bool = False,
     ) -> tuple[TrainState, StepStats]:
         """`count` steps over a chunk [c, m, b, t] on the devices; the state is donated.
 
         Step i of the chunk runs at progress begin + stride * (done + i), so the bits do not depend
-        on where a round is cut into chunks.
+        on where a round is cut into chunks. `scale` multiplies the learning rate. `probe`: measure
+        noise between two halves of each batch, which takes twice as long, where the strategy has
+        no `parts`.
         """
-        loop = self.compile(chunk.tokens.shape[0])
-        scalars = (np.int32(count), np.float32(begin), np.float32(stride), np.int32(done))
-        return loop(state, chunk, *scalars)
+        loop = self.compile(chunk.tokens.shape[0], probe)
+        types = (np.int32, np.float32, np.float32, np.int32, np.float32)
+        numbers = (count, begin, stride, done, scale)
+        return loop(state, chunk, *(t(x) for t, x in zip(types, numbers, strict=True)))
+
+    def rehearse(self, state: TrainState, steps: int) -> TrainState:
+        """`state`, after no step: whatever memory a step needs is taken, and must be there."""
+        lead = (steps, self.strategy.global_batch)
+        chunk = self.put_chunk(empty_batch(lead, self.task.seq_len))
+        return jax.block_until_ready(self.run(state, chunk, 0, 0.0, 0.0, 0)[0])
+
+    def recount(self, state: TrainState, before: "Program") -> TrainState:
+        """`state` with Adam's count of steps by samples, where its memory goes by samples.
+
+        Its moments start at 0, and are divided by the weight of what they have seen: a count that
+        stays would make too little of steps of another batch. It is never lowered.
+        """
+        old, new = before.strategy.global_batch, self.strategy.global_batch
+        if self.task.base_batch is None or old <= new or self.task.train.optimizer.name != "adamw":
+            return state
+        count = optax.tree_utils.tree_get(state.opt_state, "count")
+        steps = min(-(-int(count) * old // new), 2**31 - 1)
+        recounted = jax.device_put(np.int32(steps), count.sharding)
+        return replace(state, opt_state=optax.tree_utils.tree_set(state.opt_state, count=recounted))
 
     def evaluate(
         self, params: Params, batches: Callable[[int], Iterable[Batch]], rows: int
@@ -242,9 +294,22 @@ class Program:
             task.seq_len,
         )
 
-    def _gradient(self, params: Params, batch: Batch, step) -> tuple[LossSums, Params]:
-        key = jax.random.fold_in(jax.random.key(self.task.seed), step)
-        return self._sharded.gradient(params, Sequences(*batch), key)
+    def _make_step(self, probe: bool) -> Callable[..., tuple[TrainState, StepStats]]:
+        task, batch = self.task, self.strategy.global_batch
+        optimizer = task.optimizer(batch)
+        gradient, measure = self._sharded.gradient, None
+        if task.noise:
+            gradient = in_halves(self._sharded.measured) if probe else self._sharded.measured
+            source = "probe" if probe else "parts" if self.parts > 1 else None
+            measure = make_measure(task.noise, optimizer, batch, source)
+
+        def seeded(params: Params, batch: Batch, step):
+            key = jax.random.fold_in(jax.random.key(task.seed), step)
+            return gradient(params, Sequences(*batch), key)
+
+        config = replace(task.train, optimizer=optimizer)
+        factor = batch / task.base_batch if task.base_batch else 1.0
+        return make_train_step(seeded, config, self._settle, measure, factor)
 
     def _settle(self, state: TrainState) -> TrainState:
         return jax.lax.with_sharding_constraint(state, self.state_shardings)
@@ -287,9 +352,26 @@ class Programs:
                 self._programs.popitem(last=False)
             return found
 
+    def forget(self, strategy: Strategy) -> None:
+        """Ask anew, next time."""
+        with self._lock:
+            self._programs.pop(strategy, None)
+
+    def found(self) -> dict[Strategy, Exception | bool]:
+        """Of all that were asked for: whether it is compiled, or what compiling raised."""
+        with self._lock:
+            programs = dict(self._programs)
+        found: dict[Strategy, Exception | bool] = {}
+        for strategy, future in programs.items():
+            error = future.exception() if future.done() else None
+            found[strategy] = error if isinstance(error, Exception) else future.done()
+        return found
+
     def _compile(self, strategy: Strategy) -> Program:
         program = Program(self.task, strategy, self.devices)
         program.compile(self.steps)
+        if program.wants_probes:
+            program.compile(1, probe=True)
         return program
 
 

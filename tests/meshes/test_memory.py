@@ -81,8 +81,8 @@ def test_probabilities_that_are_dropped_are_written_out():
 @pytest.mark.aot
 def test_estimate_is_near_what_the_compiler_counts(tmp_path):
     pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra aot")
+    from geojax.meshes.candidates import Job
     from geojax.meshes.hardware import Cluster, get_gpu
-    from geojax.plan.candidates import Job
     from geojax.plan.exact import exact_bytes
 
     strategy = parse_strategy("dp4-tp2-pp1-mb2-gb16-zero")

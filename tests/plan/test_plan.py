@@ -12,6 +12,7 @@ from geojax.cli import main
 from geojax.config import ConfigError
 from geojax.meshes.aot import AotUnavailableError
 from geojax.meshes.calibration import calibration_json, read_calibration
+from geojax.meshes.candidates import Job, frontier, make_plan
 from geojax.meshes.hardware import Cluster, get_gpu
 from geojax.meshes.strategy import parse_strategy, problems
 from geojax.meshes.timing import StepCase
@@ -19,7 +20,6 @@ from geojax.meshes.timing_a100 import A100
 from geojax.meshes.timing_fit import recalibrate
 from geojax.models.config import get_model
 from geojax.plan import command
-from geojax.plan.candidates import Job, frontier, make_plan
 from geojax.plan.command import PlanOptions, run_plan
 from geojax.plan.plot import plot_plan
 
@@ -87,7 +87,7 @@ def test_tensor_parallelism_stays_inside_a_node():
 
 def test_what_cannot_fit_says_how_many_gpus_the_state_alone_takes():
     small = Cluster(replace(get_gpu("h100"), memory_bytes=4 * 10**9), 1, 2)
-    with pytest.raises(ConfigError, match=r"no strategy fits 2 GPUs .* 21.1 GB, \d+ GPUs or more"):
+    with pytest.raises(ValueError, match=r"no strategy fits 2 GPUs .* 21.1 GB, \d+ GPUs or more"):
         make_plan(job(cluster=small), A100, lambda case: None)
 
 

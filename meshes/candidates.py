@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from geojax.config import ConfigError
 from geojax.meshes.hardware import Cluster
 from geojax.meshes.memory import step_memory
 from geojax.meshes.strategy import Remat, Sharding, Strategy, enumerate_strategies
@@ -76,7 +75,7 @@ def make_plan(job: Job, timing: TimingModel, far: Far) -> Plan:
     """Candidates of `job`, the memory of each estimated.
 
     For each layout, micro-batch and global batch the fastest choice of recomputation and sharding
-    that fits. `far(case)` says why a time is an extrapolation. ConfigError where nothing fits.
+    that fits. `far(case)` says why a time is an extrapolation. ValueError where nothing fits.
     """
     found = enumerate_strategies(
         job.model,
@@ -108,7 +107,7 @@ def make_plan(job: Job, timing: TimingModel, far: Far) -> Plan:
         strategy, size = fits[best]
         fitting.append(_candidate(job, strategy, size, False, float(seconds[best]), far))
     if not fitting:
-        raise ConfigError(_nothing_fits(job, excluded))
+        raise ValueError(_nothing_fits(job, excluded))
     fitting.sort(key=lambda c: (-c.samples_per_second, str(c.strategy)))
     return Plan(tuple(fitting), tuple(excluded))
 

@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who says which strategy is in force: a fixed chain of them, or CONA.
+
+A pilot is asked once a round. Invariant: its answers follow from what it was told, and `state`
+holds all of that, so a run that is resumed, or replayed, takes the same chain.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from geojax.cona.decision import Decision, Known, Situation, decide
+from geojax.cona.noise import Moments, NoiseEstimate, NoiseTracker
+from geojax.cona.rules import RateRule, rate_factor
+from geojax.cona.score import Option, best, envelope
+from geojax.cona.speed import SpeedBelief
+from geojax.config.cona import ConaConfig, NoiseConfig
+from geojax.meshes.candidates import Candidate
+from geojax.meshes.strategy import Strategy
+
+_SHOWN = 2  # strategies of each batch that a decision looks at, beside those worth a trial
+_SWITCH_MEMORY = 0.5  # weight of the last switch in the mean that the next is expected to take
+
+
+class Round(NamedTuple):
+    """What a round of steps gave."""
+
+    steps: int
+    seconds: float
+    """Of these steps, probes left out."""
+    noise: Mapping[str, Moments]
+
+
+class NoiseWatch:
+    """The noise scale during a run, averaged over a share of what was seen."""
+
+    def __init__(self, config: NoiseConfig):
+        self.config = config
+        self._tracker, self._steps = NoiseTracker(config.window_samples), 0
+
+    def observe(self, batch: int, samples: int, steps: int, noise: Mapping[str, Moments]) -> None:
+        """Steps of `batch` sequences, up to sample `samples`."""
+        window = max(self.config.window_samples, self.config.window_fraction * samples)
+        self._tracker.resize(window)
+        self._steps += steps
+        for source in sorted(noise, key=lambda s: s != "norms"):  # the norms first
+            self._tracker.update(source, batch, noise[source])  # type: ignore[arg-type]
+
+    def estimate(self) -> NoiseEstimate | None:
+        """None before the first steps, and while nothing is known."""
+        return self._tracker.estimate() if self._steps >= self.config.first_steps else None
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self._steps, "tracker": self._tracker.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._steps, self._tracker = state["steps"], NoiseTracker.from_state(state["tracker"])
+
+
+class Pilot(Protocol):
+    """Says which strategy is in force."""
+
+    @property
+    def strategy(self) -> Strategy: ...
+
+    @property
+    def noise(self) -> NoiseWatch | None:
+        """None where nobody looks at the noise."""
+        ...
+
+    def scale(self) -> float:
+        """Factor on the learning rate, for the next round."""
+        ...
+
+    def samples_left(self, samples: int) -> int | None:
+        """After how many more samples the next round must end; None: any."""
+        ...
+
+    def observe(self, samples: int, done: Round) -> None:
+        """A round under the strategy in force has ended at sample `samples`."""
+        ...
+
+    def propose(
+        self, round: int, samples: int, elapsed_seconds: float, ready: Collection[str] | None
+    ) -> tuple[Decision, Situation | None]:
+        """What to do now. `ready`: strategies that are compiled; None: no wait for any."""
+        ...
+
+    def switched(self, decision: Decision, seconds: float) -> None:
+        """The proposal was carried out, in `seconds`."""
+        ...
+
+    def refuse(self, name: str, reason: str) -> None:
+        """A strategy cannot run here: it is never proposed again."""
+        ...
+
+    def likely(self) -> list[Strategy]:
+        """Strategies that may be next."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """For JSON; `restore` goes on from it."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+def rate_scale(rule: RateRule | None, batch: int, watch: NoiseWatch | None) -> float:
+    """The rule's factor under the noise as known; not known, the lowest that any noise gives."""
+    if rule is None:
+        return 1.0
+    found = watch.estimate() if watch else None
+    if found is None:
+        return min(rate_factor(rule, batch, noise) for noise in (0.0, math.inf))
+    return rate_factor(rule, batch, found.low if found.value is None else found.value)
+
+
+@dataclass
+class FixedChain:
+    """A chain that was given: (first sample, strategy) of each leg."""
+
+    legs: Sequence[tuple[int, Strategy]]
+    rule: RateRule | None = None
+    noise: NoiseWatch | None = None
+
+    def __post_init__(self):
+        self.strategy = self.legs[0][1]
+
+    def scale(self) -> float:
+        return rate_scale(self.rule, self.strategy.global_batch, self.noise)
+
+    def samples_left(self, samples: int) -> int | None:
+        return next((begin - samples for begin, _ in self.legs if begin > samples), None)
+
+    def observe(self, samples: int, done: Round) -> None:
+        if self.noise:
+            self.noise.observe(self.strategy.global_batch, samples, done.steps, done.noise)
+
+    def propose(
+        self, round: int, samples: int, elapsed_seconds: float, ready: Collection[str] | None
+    ) -> tuple[Decision, Situation | None]:
+        due = [strategy for begin, strategy in self.legs if begin <= samples][-1]
+        kind = "keep" if due == self.strategy else "switch"
+        return Decision(kind, str(due), f"the chain says so at {samples:,} samples", 1.0, 1.0), None
+
+    def switched(self, decision: Decision, seconds: float) -> None:
+        self.strategy = next(s for _, s in self.legs if str(s) == decision.to)
+
+    def refuse(self, name: str, reason: str) -> None:
+        raise ValueError(f"the chain's strategy {name} cannot run here: {reason}; choose another")
+
+    def likely(self) -> list[Strategy]:
+        place = [strategy for _, strategy in self.legs].index(self.strategy)
+        return [strategy for _, strategy in self.legs[place + 1 : place + 2]]
+
+    def state(self) -> dict[str, Any]:
+        noise = self.noise.state() if self.noise else None
+        return {"strategy": str(self.strategy), "noise": noise}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """A strategy that is no longer in the chain gives way to the first."""
+        known = {str(strategy): strategy for _, strategy in self.legs}
+        self.strategy = known.get(state["strategy"], self.strategy)
+        if self.noise and state["noise"]:
+            self.noise.restore(state["noise"])
+
+
+class Controller:
+    """CONA: the strategy of the best score, when a change pays."""
+
+    def __init__(
+        self,
+        config: ConaConfig,
+        noise: NoiseConfig,
+        candidates: Sequence[Candidate],
+        total_samples: int,
+        switch_seconds: float,
+        rule: RateRule | None = None,
+    ):
+        """`candidates`: strategies that fit, with predicted times; `switch_seconds`: what a switch
+        is expected to take before one was measured. ValueError where config.start is none of them.
+        """
+        self._config, self._rule, self._total = config, rule, total_samples
+        self._candidates = {str(c.strategy): c for c in candidates}
+        self.noise: NoiseWatch = NoiseWatch(noise)
+        self._speed = SpeedBelief(
+            {name: c.step_seconds for name, c in self._candidates.items()},
+            {name: _family(c.strategy) for name, c in self._candidates.items()},
+            config.timing_error,
+        )
+        self._refused: dict[str, str] = {}
+        self._switch_seconds, self._trial_seconds = switch_seconds, 0.0
+        self._rounds_here, self._on_trial = 0, False
+        self._previous: str | None = None
+        self.strategy = self._first(config)
+
+    def scale(self) -> float:
+        return rate_scale(self._rule, self.strategy.global_batch, self.noise)
+
+    def samples_left(self, samples: int) -> int | None:
+        return None
+
+    def observe(self, samples: int, done: Round) -> None:
+        self.noise.observe(self.strategy.global_batch, samples, done.steps, done.noise)
+        self._rounds_here += 1
+        if done.steps and done.seconds:
+            self._speed.observe(str(self.strategy), done.seconds / done.steps)
+
+    def propose(
+        self, round: int, samples: int, elapsed_seconds: float, ready: Collection[str] | None
+    ) -> tuple[Decision, Situation]:
+        noise = self.noise.estimate()
+        situation = Situation(
+            round,
+            samples,
+            self._total,
+            elapsed_seconds,
+            str(self.strategy),
+            self._previous,
+            self._rounds_here,
+            self._on_trial,
+            (noise.value, noise.low, noise.high) if noise else None,
+            self._switch_seconds,
+            self._trial_seconds,
+            tuple(self._known(ready)),
+        )
+        decision = decide(situation, self._config, self._rule)
+        if decision.kind == "keep":
+            self._on_trial = False  # it delivered
+        return decision, situation
+
+    def switched(self, decision: Decision, seconds: float) -> None:
+        if decision.kind == "trial" or self._on_trial:
+            self._trial_seconds += seconds
+        self._previous = str(self.strategy)
+        self.strategy = self._candidates[decision.to].strategy
+        self._rounds_here, self._on_trial = 0, decision.kind == "trial"
+        self._switch_seconds += _SWITCH_MEMORY * (seconds - self._switch_seconds)
+
+    def refuse(self, name: str, reason: str) -> None:
+        """With all that are expected to take as much memory, if it ran out of that."""
+        self._refused[name] = reason
+        if "memory" in reason:
+            size = self._candidates[name].memory_bytes
+            for other, candidate in self._candidates.items():
+                if candidate.memory_bytes >= size and other != str(self.strategy):
+                    self._refused.setdefault(other, f"needs as much memory as {name}, or more")
+
+    def describe(self) -> str:
+        """A line on what there is to choose from."""
+        batches = sorted({c.strategy.global_batch for c in self._candidates.values()})
+        return (
+            f"{len(self._candidates):,} strategies with batches of {batches[0]} to {batches[-1]} "
+            f"sequences; begins with {self.strategy}"
+        )
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Strategies that are out, with reasons."""
+        return dict(self._refused)
+
+    def likely(self) -> list[Strategy]:
+        """The neighbours, by noise, of the strategy in force, among those that are ever best."""
+        options = self._options()
+        line = [option.name for _, option in envelope(options)]
+        batch = self.strategy.global_batch
+        below = [n for n in line if self._candidates[n].strategy.global_batch < batch]
+        above = [n for n in line if self._candidates[n].strategy.global_batch > batch]
+        found = [n for n in (*above[:1], *below[-1:]) if n != str(self.strategy)]
+        return [self._candidates[n].strategy for n in found]
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "strategy": str(self.strategy),
+            "previous": self._previous,
+            "rounds_here": self._rounds_here,
+            "on_trial": self._on_trial,
+            "switch_seconds": self._switch_seconds,
+            "trial_seconds": self._trial_seconds,
+            "refused": self._refused,
+            "noise": self.noise.state(),
+            "speed": self._speed.state(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """ValueError where the strategy in force then can no longer be."""
+        if state["strategy"] not in self._candidates:
+            raise ValueError(
+                f"the run was under {state['strategy']}, which does not fit these devices; resume "
+                "on as many as before, or with --strategy"
+            )
+        self.strategy = self._candidates[state["strategy"]].strategy
+        self._previous = state["previous"]
+        self._rounds_here, self._on_trial = state["rounds_here"], state["on_trial"]
+        self._switch_seconds = state["switch_seconds"]
+        self._trial_seconds = state["trial_seconds"]
+        self._refused = dict(state["refused"])
+        self.noise.restore(state["noise"])
+        self._speed.restore(state["speed"])
+
+    def _first(self, config: ConaConfig) -> Strategy:
+        if config.start:
+            if config.start not in self._candidates:
+                raise ValueError(
+                    f"cona.start {config.start} is none of the {len(self._candidates)} strategies "
+                    "that fit; `geojax plan` lists those"
+                )
+            return self._candidates[config.start].strategy
+        options = [_option(c, c.step_seconds) for c in self._candidates.values()]
+        return self._candidates[best(options, min(config.global_batches)).name].strategy
+
+    def _options(self) -> list[Option]:
+        names = [n for n in self._candidates if n not in self._refused]
+        seconds = self._speed.of(names, str(self.strategy)).seconds
+        return [_option(self._candidates[n], float(s)) for n, s in zip(names, seconds, strict=True)]
+
+    def _known(self, ready: Collection[str] | None) -> list[Known]:
+        """The present strategy, the one before, the fastest of each batch, and the fastest of each
+        batch whose family never ran."""
+        present = str(self.strategy)
+        names = [n for n in self._candidates if n not in self._refused or n == present]
+        speeds = self._speed.of(names, present)
+        known = [
+            Known(
+                name,
+                self._candidates[name].strategy.global_batch,
+                float(seconds),
+                float(sd),
+                timed,
+                family_timed,
+                ready is None or name in ready,
+            )
+            for name, seconds, sd, timed, family_timed in zip(names, *speeds, strict=True)
+        ]
+        chosen = {present, self._previous}
+        by_speed = sorted(known, key=lambda k: (k.seconds, k.name))
+        for batch in {k.batch for k in known}:
+            own = [k for k in by_speed if k.batch == batch]
+            chosen |= {k.name for k in own[:_SHOWN]}
+            chosen |= {k.name for k in own if not k.family_timed and k in own[: 4 * _SHOWN]}
+        return [k for k in known if k.name in chosen]
+
+
+def _option(candidate: Candidate, seconds: float) -> Option:
+    return Option(str(candidate.strategy), candidate.strategy.global_batch, seconds)
+
+
+def _family(strategy: Strategy) -> str:
+    return f"tp{strategy.tp}-pp{strategy.pp}"

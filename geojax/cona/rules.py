@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How learning rate, weight decay and Adam's memory follow the batch.
+
+Invariant: at `base_batch`, where the config was tuned, every factor is 1 (a table's is what its
+entries say), so a run that never leaves that batch is the run of the config. Batches and noise
+scales are in sequences.
+"""
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, assert_never, get_args
+
+import numpy as np
+
+Rule = Literal["table", "linear", "sqrt", "adascale"]
+
+
+@dataclass(frozen=True)
+class RateRule:
+    """Learning rate by batch, as a factor over the config's; ValueError on a contradiction."""
+
+    kind: Rule
+    base_batch: int
+    """Batch at which the config's learning rate was tuned."""
+    cap: bool = False
+    """Linear and sqrt: stop growing where the batch reaches the noise scale."""
+    table: tuple[tuple[int, float], ...] = ()
+    """(batch, tuned factor), by batch."""
+
+    def __post_init__(self):
+        if self.kind not in get_args(Rule):
+            raise ValueError(f"rate rule {self.kind!r} is none of {', '.join(get_args(Rule))}")
+        if self.base_batch < 1:
+            raise ValueError(
+                f"rate rule's base_batch {self.base_batch} must be at least 1; give the batch at "
+                "which the learning rate was tuned"
+            )
+        if self.cap and self.kind not in ("linear", "sqrt"):
+            raise ValueError(
+                f"cap has no meaning under rate rule {self.kind!r}; leave it out, or use linear or "
+                "sqrt"
+            )
+        if self.table and self.kind != "table":
+            raise ValueError(
+                f"rate rule {self.kind!r} reads no table, given {self.table}; leave it out, or use "
+                "rule 'table'"
+            )
+        if self.kind == "table":
+            _check_table(self.table)
+
+
+def _check_table(table: tuple[tuple[int, float], ...]) -> None:
+    if not table:
+        raise ValueError("rate rule 'table' has table (); give (batch, factor) of each tuned batch")
+    for batch, factor in table:
+        if batch < 1:
+            raise ValueError(f"rate table's batch {batch} must be at least 1; correct the entry")
+        if not 0 < factor < math.inf:
+            raise ValueError(
+                f"rate table's factor {factor} at batch {batch} must be above 0 and finite; give "
+                "the tuned learning rate over the config's"
+            )
+    for (before, _), (after, _) in pairwise(table):
+        if after <= before:
+            raise ValueError(
+                f"rate table's batches must increase, and {after} follows {before}; sort the "
+                "entries and leave one of each batch"
+            )
+
+
+def check_step(batch: int, noise: float) -> None:
+    """ValueError unless the batch is at least 1 and the noise scale at least 0 (or infinite)."""
+    if batch < 1:
+        raise ValueError(f"batch {batch} must be at least 1 sequence; leave the strategy out")
+    if not noise >= 0:
+        raise ValueError(
+            f"noise scale {noise} must be at least 0; average its numerator and denominator over "
+            "more steps before dividing"
+        )
+
+
+def rate_factor(rule: RateRule, batch: int, noise: float) -> float:
+    """The factor on the config's learning rate for steps on `batch` sequences.
+
+    With k = batch / base_batch: linear k, sqrt √k, and adascale the gain of Johnson et al. 2020,
+    (V + G²) / (V/k + G²), for a gradient of squared norm G² and variance V over batches of
+    base_batch. As V / G² = noise / base_batch, that is (1 + noise/base_batch) / (1 + noise/batch):
+    the ratio of the best learning rates of both batches under McCandlish et al. 2018. It lies
+    between 1 (no noise) and k (nothing but noise).
+
+    A table is interpolated linearly in log batch and log factor, and held beyond its ends.
+    """
+    check_step(batch, noise)
+    match rule.kind:
+        case "linear":
+            return _capped(rule, batch, noise) / rule.base_batch
+        case "sqrt":
+            return math.sqrt(_capped(rule, batch, noise) / rule.base_batch)
+        case "adascale":
+            if math.isinf(noise):
+                return batch / rule.base_batch
+            return (1 + noise / rule.base_batch) / (1 + noise / batch)
+        case "table":
+            batches, factors = np.log(np.array(rule.table)).T
+            return math.exp(np.interp(math.log(batch), batches, factors))
+        case _:
+            assert_never(rule.kind)
+
+
+def _capped(rule: RateRule, batch: int, noise: float) -> float:
+    return min(batch, max(noise, rule.base_batch)) if rule.cap else batch
+
+
+def beta2_for(beta2: float, batch: int, base_batch: int) -> float:
+    """Adam's second-moment decay a step, with the half-life in samples that it has at
+    `base_batch`."""
+    return beta2 ** (batch / base_batch)
+
+
+def decay_factor(batch: int, base_batch: int, rate_factor: float) -> float:
+    """The factor on weight decay that keeps decay a sample, learning rate x decay / batch, as
+    tuned at `base_batch`, when the learning rate is multiplied by `rate_factor`."""
+    return batch / base_batch / rate_factor
