@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from geojax.config import ConfigError, OptimizerConfig, RunConfig
+from geojax.configs.cona import MODELLED, cona_large, cona_tiny
 from geojax.configs.geomesh import METHODS, UNTUNED, demo, published
 from geojax.configs.quickstart import quickstart
 from geojax.configs.strategies import large, tiny
+from geojax.meshes.strategy import parse_strategy
 from geojax.models.config import get_model
 
 __all__ = ["METHODS", "PRESETS", "Preset", "demo", "load_config"]
@@ -52,6 +54,12 @@ def _presets() -> dict[str, Preset]:
         optimizer = OptimizerConfig(name="adamw", learning_rate=rate, weight_decay=0.1)
         make = partial(large, name, strategy, optimizer, seq_len)
         presets[name] = Preset(make, f"{_first_line(large)[:-1]}, by {strategy}.")
+        batch = parse_strategy(strategy).global_batch
+        ladder = tuple(batch * 2**i // 8 for i in range(6))
+        chained = partial(lambda m, b, g: cona_large(m(), b, g), make, ladder, batch)
+        presets[f"cona-{name}"] = Preset(chained, _first_line(cona_large))
+    for name in MODELLED:
+        presets[f"cona-{name}"] = Preset(partial(cona_tiny, name), _first_line(cona_tiny))
     return presets
 
 

@@ -8,14 +8,22 @@ the user's ends in one message and exit code 2; a run that fails for another rea
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from geojax.config import ClusterConfig, ConfigError, DataConfig, RunConfig, RunError
+from geojax.config import (
+    ClusterConfig,
+    ConfigError,
+    DataConfig,
+    RunConfig,
+    RunError,
+    require,
+    with_chain,
+)
 from geojax.track.environment import usable_cores
 
 
@@ -29,9 +37,34 @@ def train(args: list[str]) -> int:
         return 0
     if not args or args[0].startswith("-"):
         return _presets_help("train", args)
-    options = _parse_config(_Train, args, "train")
+    args, config = _steered(args)
+    options = _parse_config(_Train, args, "train", config)
     runs.start(options.config, options.out or Path("runs") / options.config.name)
     return 0
+
+
+def _steered(args: list[str]) -> tuple[list[str], RunConfig]:
+    """--strategy TEXT and --chain FILE take the place of whatever way the preset goes by."""
+    from geojax.configs import load_config
+    from geojax.runs import read_chain
+
+    config = load_config(args[0])
+    args = [part for arg in args for part in (arg.split("=", 1) if _steers(arg) else [arg])]
+    for name in ("--strategy", "--chain"):
+        if name not in args:
+            continue
+        place = args.index(name)
+        require(len(args) > place + 1, f"{name} wants a value")
+        value, args = args[place + 1], args[:place] + args[place + 2 :]
+        if name == "--strategy":
+            config = replace(config, strategy=value, chain=(), cona=None)
+        else:
+            config = with_chain(config, read_chain(Path(value)))
+    return args, config
+
+
+def _steers(arg: str) -> bool:
+    return arg.startswith(("--strategy=", "--chain="))
 
 
 def data(args: list[str]) -> int:
@@ -315,11 +348,16 @@ def _parse[T](options: type[T], args: list[str], prog: str, default: T | None = 
     )
 
 
-def _parse_config[T](options: Callable[[RunConfig], T], args: list[str], command: str) -> T:
-    """Options over the config that args[0] names."""
+def _parse_config[T](
+    options: Callable[[RunConfig], T],
+    args: list[str],
+    command: str,
+    config: RunConfig | None = None,
+) -> T:
+    """Options over `config`, or the one that args[0] names."""
     from geojax.configs import load_config
 
-    default = options(load_config(args[0]))
+    default = options(config or load_config(args[0]))
     return _parse(type(default), args[1:], f"geojax {command} {args[0]}", default)
 
 

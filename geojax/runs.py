@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
-from geojax.config import ClusterConfig, ConfigError, RunConfig, RunError, require
+from geojax.config import ChainLeg, ClusterConfig, ConfigError, RunConfig, RunError, require
 from geojax.track.metrics import MetricsWriter, write_atomically
 
 if TYPE_CHECKING:
@@ -47,6 +47,26 @@ def read_config(path: Path) -> RunConfig:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{path}: {place}: {first['msg']}") from error
+
+
+def read_chain(path: Path) -> tuple[ChainLeg, ...]:
+    """A fixed chain from JSON: a list of {"tokens": seen when it begins, "strategy": text}.
+
+    ConfigError where it cannot be read, or is none.
+    """
+    try:
+        legs = TypeAdapter(tuple[ChainLeg, ...]).validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read the chain {path}: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            f"{path}: {place}: {first['msg']}; a chain is a list like "
+            '[{"tokens": 0, "strategy": "dp2-tp1-pp1-mb1-gb8"}]'
+        ) from error
+    require(legs, f"{path} has no leg; give one at least, which begins at 0 tokens")
+    return legs
 
 
 def start(config: RunConfig, folder: Path, console: Console | None = None) -> bool:

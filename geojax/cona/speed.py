@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
-COMMON_SD = 2.0
-"""Of the number that all strategies share: this machine may be any number of times slower."""
+COMMON_SD = 10.0
+"""Of the number that all strategies share: a machine may be any number of times slower."""
 OWN_SHARE = 0.25
 """Deviation between strategies of a family, as a share of that between families."""
 STEP_SD = 0.05

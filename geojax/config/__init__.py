@@ -18,7 +18,7 @@ from geojax.config.geomesh import (
     slice_strategy,
 )
 from geojax.config.platform import ClusterConfig, PlatformConfig, WatchdogConfig
-from geojax.config.run import RunConfig, with_seed
+from geojax.config.run import RunConfig, with_chain, with_seed
 from geojax.config.train import (
     AnomalyConfig,
     CheckpointConfig,
@@ -57,5 +57,6 @@ __all__ = [
     "WatchdogConfig",
     "require",
     "slice_strategy",
+    "with_chain",
     "with_seed",
 ]

@@ -267,3 +267,12 @@ class RunConfig:
 def with_seed(config: RunConfig, seed: int) -> RunConfig:
     """`config` with other initial parameters and another data order; the split stays."""
     return replace(config, seed=seed, data=replace(config.data, seed=seed))
+
+
+def with_chain(config: RunConfig, legs: tuple[ChainLeg, ...]) -> RunConfig:
+    """`config` by a fixed chain. Where it says nothing of other batches than its strategy's, the
+    learning rate counts as tuned at that one, and follows by the rule that is the default."""
+    scaling = config.scaling
+    if scaling is None and config.strategy:
+        scaling = ScalingConfig(parse_strategy(config.strategy).global_batch)
+    return replace(config, strategy="", cona=None, chain=legs, scaling=scaling)

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from geojax.config import require
+from geojax.track.chain import chain_notes, chain_table, stays
 from geojax.track.console import format_bytes, format_count, format_seconds, format_share
 from geojax.track.metrics import to_json, write_atomically
 from geojax.track.plots import plot_gantt, plot_idle, plot_perplexity
@@ -70,6 +71,12 @@ def report(
             notes.append(f"{name} has not ended: its figures are up to round {len(run.rounds)}.")
     for note in notes:
         console.print(Text(note))
+    for run, name in zip(runs, names, strict=True):
+        if len(stays(run)) > 1:
+            console.print(Text(f"\n{name}: its chain of strategies", style="bold"))
+            console.print(chain_table(run))
+            for note in chain_notes(run):
+                console.print(Text(note))
 
     written = []
     if out is not None:

@@ -47,6 +47,8 @@ class Run:
     evals: tuple[Record, ...]
     end: Record | None
     """None for a run that goes on or was killed."""
+    switches: tuple[Record, ...] = ()
+    """Of strategy, each after the round it names."""
 
     @property
     def seconds(self) -> float:
@@ -113,6 +115,7 @@ def load_run(folder: Path | str) -> Run:
         rounds=tuple(by_kind["round"]),
         evals=tuple(by_kind["eval"]),
         end=records[-1] if records[-1]["kind"] == "end" else None,
+        switches=tuple(r for r in by_kind["switch"] if r["round"] in finished),
     )
 
 
@@ -120,8 +123,11 @@ def check_accounting(run: Run) -> None:
     """Raise ConfigError unless every second of every slice is accounted for.
 
     Rounds must be numbered from 1 without a gap, a slice's parts must sum to its round, and rounds
-    to the run, all within 1e-6 of the value.
+    and switches between them to the run, all within 1e-6 of the value.
     """
+    switched = defaultdict(float)
+    for record in run.switches:
+        switched[record["round"]] += record["switch_seconds"]
     slices = defaultdict(list)
     for record in run.slices:
         slices[record["round"]].append(record)
@@ -137,7 +143,7 @@ def check_accounting(run: Run) -> None:
                 f"{place}: the parts of slice {part_of['slice']} sum to {parts} s, but the round "
                 f"took {record['round_seconds']} s",
             )
-        seconds += record["round_seconds"]
+        seconds += record["round_seconds"] + switched[number - 1]
         require(
             math.isclose(seconds, record["seconds"], rel_tol=1e-6),
             f"{place}: rounds so far sum to {seconds} s, but its clock says {record['seconds']} s",
