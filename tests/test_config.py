@@ -211,6 +211,7 @@ CLUSTER = RunConfig(
 LEGS = (ChainLeg(0, "dp1-tp1-pp1-mb8-gb8"), ChainLeg(100, "dp1-tp1-pp1-mb8-gb16"))
 LADDER = ConaConfig(global_batches=(8, 16))
 SCALING = ScalingConfig(base_batch=8)
+SLICED = replace(MEASURED, balance=BalanceConfig(inner_steps=2), cona=LADDER, scaling=SCALING)
 
 
 def with_slice(config, **changes):
@@ -266,6 +267,38 @@ BAD_RUNS = [
         "noise is of a run by strategies, and this one has slices",
     ),
     (MEASURED, {"scaling": SCALING}, "scaling is of a run by strategies, and this one has slices"),
+    (SLICED, {"scaling": None}, "cona changes the batch.*set scaling"),
+    (SLICED, {"strategy": CLUSTER.strategy}, r"exactly one of .* \['slices', 'strategy', 'cona'\]"),
+    (SLICED, {"balance": MEASURED.balance}, r"batch_sizes \(4, 8\) means nothing .* leave it at"),
+    (
+        SLICED,
+        {"train": replace(MEASURED.train, micro_batch=2)},
+        "train.micro_batch 2 means nothing",
+    ),
+    (SLICED, {"cona": replace(LADDER, start=CLUSTER.strategy)}, "cona.start 'dp2-.* means nothing"),
+    (SLICED, {"cona": replace(LADDER, trial_share=0.1)}, "cona.trial_share 0.1 means nothing"),
+    (SLICED, with_slice(SLICED, devices=2, tp=2), "slice a: tp 2 means nothing .* leave it at 1"),
+    (SLICED, with_slice(SLICED, sharding="all"), "slice a: sharding 'all' means nothing"),
+    (
+        SLICED,
+        with_slice(SLICED, devices=7),
+        r"slice a: its 7 devices can take none of .* \(8, 16\): global_batch 8 does not divide by",
+    ),
+    (
+        SLICED,
+        {"slices": BY_SPEED.slices, "clock": BY_SPEED.clock},
+        "slice a: speed 1.0 makes .* the smallest batch is always best; .* give each slice its gpu",
+    ),
+    (
+        SLICED,
+        {"slices": with_slice(BY_GPU, gpus=12)["slices"], "clock": BY_GPU.clock},
+        "slice a: gpus 12 are not whole nodes of .* 8; use 8 or 16",
+    ),
+    (
+        SLICED,
+        {"slices": with_slice(BY_GPU, devices=3)["slices"], "clock": BY_GPU.clock},
+        "cona.global_batches has 8, which does not divide by 3",
+    ),
     (CLUSTER, {"balance": MEASURED.balance}, "balance says how slices work .* leave it unset"),
     (CLUSTER, {"exchange": ExchangeConfig(codec="int8")}, "exchange says how slices work"),
     (

@@ -20,6 +20,7 @@ from geojax.meshes.candidates import Candidate
 from geojax.meshes.strategy import Strategy
 
 _SHOWN = 2  # strategies of each batch that a decision looks at, beside those worth a trial
+_LIKELY = 4  # strategies to have compiled beside the one in force
 _SWITCH_MEMORY = 0.5  # weight of the last switch in the mean that the next is expected to take
 
 
@@ -261,14 +262,20 @@ class Controller:
         return dict(self._refused)
 
     def likely(self) -> list[Strategy]:
-        """The neighbours, by noise, of the strategy in force, among those that are ever best."""
+        """The neighbours, by noise, of the strategy in force, among those that are ever best; then
+        the fastest of each family that never ran."""
         options = self._options()
         line = [option.name for _, option in envelope(options)]
         batch = self.strategy.global_batch
         below = [n for n in line if self._candidates[n].strategy.global_batch < batch]
         above = [n for n in line if self._candidates[n].strategy.global_batch > batch]
-        found = [n for n in (*above[:1], *below[-1:]) if n != str(self.strategy)]
-        return [self._candidates[n].strategy for n in found]
+        found = [*above[:1], *below[-1:]]
+        new = [k for k in self._known(None) if not k.family_timed]
+        for known in sorted(new, key=lambda k: (k.seconds / k.batch, k.name)):
+            family = _family(self._candidates[known.name].strategy)
+            if family not in {_family(self._candidates[n].strategy) for n in found}:
+                found.append(known.name)
+        return [self._candidates[n].strategy for n in found[:_LIKELY]]
 
     def state(self) -> dict[str, Any]:
         return {

@@ -23,9 +23,9 @@ COMMON_SD = 10.0
 OWN_SHARE = 0.25
 """Deviation between strategies of a family, as a share of that between families."""
 STEP_SD = 0.05
-"""Of the log of one round's mean step time."""
+"""Of the log of one round's mean step time, before rounds show what it is here."""
 _PRIOR_COUNT = 2  # of families, or strategies, that the prior of their deviation counts as
-_MEMORY = 20  # rounds after which a timing counts half
+_DECAY = 0.5 ** (1 / 20)  # a timing counts half after 20 rounds
 
 
 class Speeds(NamedTuple):
@@ -47,12 +47,18 @@ class SpeedBelief:
         between families."""
         self._predicted, self._families, self._error = dict(predicted), dict(families), error
         self._timed: dict[str, tuple[float, float]] = {}  # mean log residual, rounds
+        self._scatter = (STEP_SD**2, _PRIOR_COUNT + 1.0)  # mean square within strategies, rounds
 
     def observe(self, name: str, seconds: float) -> None:
         """A round of steps of `seconds` each; recent rounds count more."""
         residual = math.log(seconds / self._predicted[name])
         mean, rounds = self._timed.get(name, (0.0, 0.0))
-        rounds *= 0.5 ** (1 / _MEMORY)
+        rounds *= _DECAY
+        if rounds:  # what a new round is off by has the variance of both
+            square, count = self._scatter
+            off = (residual - mean) ** 2 * rounds / (rounds + 1)
+            count *= _DECAY
+            self._scatter = ((square * count + off) / (count + 1), count + 1)
         self._timed[name] = ((mean * rounds + residual) / (rounds + 1), rounds + 1)
 
     def of(self, names: Sequence[str], reference: str) -> Speeds:
@@ -74,7 +80,7 @@ class SpeedBelief:
         if seen:
             residuals, rounds = (np.array(x) for x in zip(*self._timed.values(), strict=True))
             between = covariance(asked, seen)
-            known = covariance(seen, seen) + np.diag(STEP_SD**2 / rounds)
+            known = covariance(seen, seen) + np.diag(self._scatter[0] / rounds)
             weights = np.linalg.solve(known, between.T)
             mean = residuals @ weights
             variance = variance - np.einsum("ij,ji->i", between, weights)
@@ -111,7 +117,9 @@ class SpeedBelief:
 
     def state(self) -> dict[str, Any]:
         """For JSON; `restore` goes on from it."""
-        return {name: list(value) for name, value in self._timed.items()}
+        timed = {name: list(value) for name, value in self._timed.items()}
+        return {"timed": timed, "scatter": list(self._scatter)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._timed = {n: (mean, rounds) for n, (mean, rounds) in state.items()}
+        self._timed = {n: (mean, rounds) for n, (mean, rounds) in state["timed"].items()}
+        self._scatter = (state["scatter"][0], state["scatter"][1])

@@ -17,6 +17,7 @@ from geojax.config.geomesh import (
     slice_strategy,
 )
 from geojax.config.platform import PlatformConfig
+from geojax.config.slices import check_sliced_cona
 from geojax.config.train import CheckpointConfig, EvalConfig, TrainConfig
 from geojax.meshes.hardware import get_gpu
 from geojax.meshes.strategy import parse_strategy, require_legal
@@ -43,7 +44,7 @@ class RunConfig:
     chain: tuple[ChainLeg, ...] = ()
     """Strategies one after another, in place of one."""
     cona: ConaConfig | None = None
-    """Strategies that are chosen while the run goes on."""
+    """Strategies that are chosen while the run goes on; with slices, those of each slice."""
     scaling: ScalingConfig | None = None
     """How the learning rate follows a batch other than the one it was tuned at; unset: it does
     not."""
@@ -76,19 +77,51 @@ class RunConfig:
         }
         given = [name for name, there in ways.items() if there]
         require(
-            len(given) == 1,
-            f"a run goes by exactly one of {list(ways)}, and this one has {given or 'none'}; give "
-            "one of them",
+            len(given) == 1 or given == ["slices", "cona"],
+            f"a run goes by exactly one of {list(ways)}, or by slices with cona, and this one has "
+            f"{given or 'none'}; give one of them",
         )
         self._check_data()
-        if not self.slices:
+        self._check_noise()
+        if self.slices:
+            self._check_slices()
+        else:
             self._check_one_cluster()
-            return
-        for name in ("scaling", "noise"):
-            require(
-                getattr(self, name) is None,
-                f"{name} is of a run by strategies, and this one has slices; leave it unset",
-            )
+
+    @property
+    def measured_noise(self) -> NoiseConfig | None:
+        """How noise is measured, for whoever asks for it; None where nobody does."""
+        asked = self.cona or (self.scaling and self.scaling.wants_noise)
+        return self.noise or (NoiseConfig() if asked else None)
+
+    @property
+    def slice_batches(self) -> tuple[int, ...]:
+        """Sequences a step that a slice may take."""
+        return self.cona.global_batches if self.cona else self.balance.batch_sizes
+
+    def _check_noise(self) -> None:
+        require(
+            self.cona is None or len(self.cona.global_batches) == 1 or self.scaling,
+            "cona changes the batch, and the learning rate must follow: set scaling to "
+            "ScalingConfig(base_batch=the batch that train.optimizer was tuned at)",
+        )
+        require(
+            not (self.noise and self.noise.metric == "preconditioned")
+            or self.train.optimizer.name != "sgd",
+            "noise.metric 'preconditioned' is by what the optimizer knows of the gradient's size, "
+            "and sgd knows nothing; use 'plain', or adamw or lion",
+        )
+
+    def _check_slices(self) -> None:
+        if self.cona:
+            check_sliced_cona(self, self.cona)
+        else:
+            for name in ("scaling", "noise"):
+                require(
+                    getattr(self, name) is None,
+                    f"{name} is of a run by strategies, and this one has slices; leave it unset, "
+                    "or set cona",
+                )
         require(
             not self.clock.gpu,
             f"clock.gpu {self.clock.gpu!r} is of a run by strategies; give each slice its gpu",
@@ -100,9 +133,10 @@ class RunConfig:
         )
         names = [s.name for s in self.slices]
         require(len(set(names)) == len(names), f"slices share a name: {names}; rename one")
-        for slice_ in self.slices:
-            for batch in self.balance.batch_sizes:
-                self._check_batch(slice_, batch)
+        if not self.cona or self.clock.kind == "modelled":  # else it chooses among what there is
+            for slice_ in self.slices:
+                for batch in self.slice_batches:
+                    self._check_batch(slice_, batch)
         if self.clock.kind == "modelled":
             self._check_modelled()
         elif given := [s.name for s in self.slices if s.speed or s.gpu or s.gpus != 1]:
@@ -110,12 +144,6 @@ class RunConfig:
                 f"slices {given} set a speed, gpu or gpus, which the measured clock ignores; leave "
                 "them unset or set clock.kind to 'modelled'"
             )
-
-    @property
-    def measured_noise(self) -> NoiseConfig | None:
-        """How noise is measured, for whoever asks for it; None where nobody does."""
-        asked = self.cona or (self.scaling and self.scaling.wants_noise)
-        return self.noise or (NoiseConfig() if asked else None)
 
     def _check_one_cluster(self) -> None:
         for name, default in (
@@ -147,17 +175,6 @@ class RunConfig:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self._check_chain({s.devices for s in legs}, {s.global_batch for s in legs})
-        require(
-            self.cona is None or len(self.cona.global_batches) == 1 or self.scaling,
-            "cona changes the batch, and the learning rate must follow: set scaling to "
-            "ScalingConfig(base_batch=the batch that train.optimizer was tuned at)",
-        )
-        require(
-            not (self.noise and self.noise.metric == "preconditioned")
-            or self.train.optimizer.name != "sgd",
-            "noise.metric 'preconditioned' is by what the optimizer knows of the gradient's size, "
-            "and sgd knows nothing; use 'plain', or adamw or lion",
-        )
 
     def _check_chain(self, devices: set[int], batches: set[int]) -> None:
         begins = [leg.tokens for leg in self.chain]
@@ -208,9 +225,10 @@ class RunConfig:
         given = self.train.micro_batch
         micro = f" times train.micro_batch {given}" if given else ""
         legal = sorted({max(batch // unit, 1) * unit, (batch // unit + 1) * unit})
+        batches = "cona.global_batches" if self.cona else "balance.batch_sizes"
         require(
             batch % unit == 0,
-            f"balance.batch_sizes has {batch}, which does not divide by {unit}, the "
+            f"{batches} has {batch}, which does not divide by {unit}, the "
             f"{copies if micro else rows} devices of slice {slice_.name} that take sequences"
             f"{micro}; use {' or '.join(map(str, legal))}",
         )

@@ -6,10 +6,11 @@ fixed order, so that each slice can compute it and all get the same. Invariant: 
 slice over its memory limit, and H_max / H_min within `balance.max_steps_ratio`.
 
 Adaptive plans. A slice may use the options that fit its memory and come within `throughput_slack`
-of its best sequences a second; the smallest batch of these is preferred. The slowest slice is the
-one whose step, at its preferred batch, takes longest. The round aims at T seconds of compute:
-`inner_steps` steps of the slowest slice, whose H then stays fixed, or what makes an exchange
-`sync_share` of the round, but no less than one step of the slowest slice.
+of its best sequences a second; the smallest batch of these is preferred. Where the worth of a step
+is given, it takes the place of sequences, and the option of the most worth a second is preferred.
+The slowest slice is the one whose step, at its preferred batch, takes longest. The round aims at T
+seconds of compute: `inner_steps` steps of the slowest slice, whose H then stays fixed, or what
+makes an exchange `sync_share` of the round, but no less than one step of the slowest slice.
 
 A plan is balanced if all slices end within `IDLE_TARGET` of a round before a common deadline,
 which under `sync_share` lies within `SHARE_TOLERANCE` of T. The cost of a plan is the time that the
@@ -21,7 +22,7 @@ doing what it can until then (unless over `MAX_DEADLINES` of them are nearer to 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from geojax.config import BalanceConfig, ConfigError, require
@@ -32,6 +33,9 @@ SHARE_TOLERANCE = 0.1
 """How far a round may stray from the length that `sync_share` asks for, relative."""
 MAX_DEADLINES = 4096
 _ROUNDING = 1e-9  # of a step: a multiple of a step time must contain itself
+
+Worth = Callable[[int], float]
+"""Progress of a step by its batch, at least 0, in any unit that all slices share."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Option:
     memory_bytes: int
     """Peak memory of one device."""
     strategy: str = "dp1"
-    """Parallelism inside the slice; data-parallel over its devices."""
+    """Parallelism inside the slice, as text."""
 
     def __post_init__(self):
         require(
@@ -107,11 +111,26 @@ class Plan:
         """Largest share of the round's compute time that a slice waits for the last one."""
         return 1 - min(w.compute_seconds for w in self.work) / self.compute_seconds
 
+    def __str__(self) -> str:
+        """Strategy and H of each slice: dp1-tp1-pp1-mb8-gb8 x 10 + dp2-tp1-pp1-mb4-gb8 x 22."""
+        return " + ".join(f"{w.strategy} x {w.inner_steps}" for w in self.work)
+
+
+def progress_rate(plan: Plan, worth: Worth, exchange_seconds: float) -> float:
+    """Worth of all slices' steps a second of a round, the exchange in it counted."""
+    steps = sum(w.inner_steps * worth(w.batch) for w in plan.work)
+    return steps / (plan.compute_seconds + exchange_seconds)
+
 
 def make_plan(
-    profiles: Sequence[SliceProfile], balance: BalanceConfig, exchange_seconds: float
+    profiles: Sequence[SliceProfile],
+    balance: BalanceConfig,
+    exchange_seconds: float,
+    worth: Worth | None = None,
 ) -> Plan:
-    """The plan of the next rounds; `exchange_seconds` is what one exchange takes.
+    """The plan of the next rounds; `exchange_seconds` is what one exchange takes, and `worth` what
+    a step is worth: by default its sequences, of which the smallest batch is taken that is about
+    as good as any.
 
     ConfigError where a slice has no option that fits, where mode equal finds no batch that fits
     all, or where `sync_share` is asked of an exchange that takes no time.
@@ -124,18 +143,19 @@ def make_plan(
     )
     fitting = [_fitting(profile) for profile in profiles]
     if balance.mode == "equal":
-        return _equal(profiles, fitting, balance, exchange_seconds)
-    return _adaptive(profiles, fitting, balance, exchange_seconds)
+        return _equal(profiles, fitting, balance, exchange_seconds, worth)
+    return _adaptive(profiles, fitting, balance, exchange_seconds, worth)
 
 
 _Options = tuple[Option, ...]
+_BATCHES = "balance.batch_sizes (under cona: cona.global_batches)"
 
 
 def _fitting(profile: SliceProfile) -> _Options:
     """Options within the memory limit, smallest batch first."""
     require(
         profile.options,
-        f"slice {profile.name} has no options; add a batch to balance.batch_sizes",
+        f"slice {profile.name} has no options; add a batch to {_BATCHES}",
     )
     limit = profile.memory_limit_bytes
     fits = [o for o in profile.options if limit is None or o.memory_bytes <= limit]
@@ -143,8 +163,8 @@ def _fitting(profile: SliceProfile) -> _Options:
         least = min(profile.options, key=lambda o: o.memory_bytes)
         raise ConfigError(
             f"slice {profile.name}: no batch fits its {limit:,} bytes a device; batch "
-            f"{least.batch} needs {least.memory_bytes:,}; add a smaller one to "
-            "balance.batch_sizes, or set a smaller train.micro_batch"
+            f"{least.batch} needs {least.memory_bytes:,}; add a smaller one to {_BATCHES}, or set "
+            "a smaller train.micro_batch"
         )
     return tuple(sorted(fits, key=lambda o: (o.batch, o.seconds_per_step)))
 
@@ -154,15 +174,20 @@ def _equal(
     fitting: list[_Options],
     balance: BalanceConfig,
     exchange_seconds: float,
+    worth: Worth | None,
 ) -> Plan:
     common = set.intersection(*({o.batch for o in options} for options in fitting))
     if not common:
         largest = {p.name: o[-1].batch for p, o in zip(profiles, fitting, strict=True)}
         raise ConfigError(
             f"balance.mode equal: no batch fits every slice (largest that fit: {largest}); add a "
-            "smaller one to balance.batch_sizes, or set balance.mode to adaptive"
+            f"smaller one to {_BATCHES}, or set balance.mode to adaptive"
         )
-    options = [next(o for o in row if o.batch == max(common)) for row in fitting]
+    rows = {b: [next(o for o in row if o.batch == b) for row in fitting] for b in sorted(common)}
+    batch = max(common)
+    if worth:  # all wait for the slowest
+        batch = max(rows, key=lambda b: worth(b) / max(o.seconds_per_step for o in rows[b]))
+    options = rows[batch]
     steps = balance.inner_steps
     if steps is None:
         slowest_seconds = max(o.seconds_per_step for o in options)
@@ -175,9 +200,12 @@ def _adaptive(
     fitting: list[_Options],
     balance: BalanceConfig,
     exchange_seconds: float,
+    worth: Worth | None,
 ) -> Plan:
-    efficient = [_efficient(options, balance.throughput_slack) for options in fitting]
-    preferred = [options[:1] for options in efficient]
+    efficient = [_efficient(options, balance.throughput_slack, worth) for options in fitting]
+    preferred = [
+        options[:1] if worth is None else (_best(options, worth),) for options in efficient
+    ]
     longest = max(options[0].seconds_per_step for options in preferred)
     fixed: list[int | None] = [None] * len(profiles)
     if balance.inner_steps is None:
@@ -204,16 +232,26 @@ def _adaptive(
         )
         return min(scored, key=lambda pair: pair[0])
 
-    (unbalanced, *_), choice = search(preferred)  # no balanced plan has fewer sequences a step
+    # No balanced plan has fewer sequences a step, or under `worth` better options.
+    (unbalanced, *_), choice = search(preferred)
     if unbalanced:
         _, choice = search(efficient)
     return _plan(profiles, choice)
 
 
-def _efficient(options: _Options, slack: float) -> _Options:
-    """Options within `slack` of the best sequences a second."""
-    best = max(o.batch / o.seconds_per_step for o in options)
-    return tuple(o for o in options if o.batch / o.seconds_per_step >= (1 - slack) * best)
+def _efficient(options: _Options, slack: float, worth: Worth | None) -> _Options:
+    """Options within `slack` of the best sequences, or worth, a second."""
+
+    def rate(option: Option) -> float:
+        return (worth(option.batch) if worth else option.batch) / option.seconds_per_step
+
+    best = max(rate(o) for o in options)
+    return tuple(o for o in options if rate(o) >= (1 - slack) * best)
+
+
+def _best(options: _Options, worth: Worth) -> Option:
+    """Of the most worth a second; of equal ones the smallest batch, which comes first."""
+    return max(options, key=lambda o: worth(o.batch) / o.seconds_per_step)
 
 
 def _shared_seconds(balance: BalanceConfig, exchange_seconds: float) -> float:

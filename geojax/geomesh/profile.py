@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from geojax.config import RunConfig, slice_strategy
+from geojax.config import RunConfig
 from geojax.data import empty_batch
 from geojax.geomesh.balance import Option, SliceProfile
 from geojax.meshes.aot import compiled_memory
@@ -27,22 +27,20 @@ MakeProgram = Callable[[tuple[jax.Device, ...], Strategy], Program]
 def measured_profiles(
     config: RunConfig,
     devices: Sequence[tuple[jax.Device, ...]],
+    strategies: Sequence[Sequence[Strategy]],
     make_program: MakeProgram,
     params: Params,
 ) -> list[SliceProfile]:
-    """Profiles of the local slices; slices on the same devices by the same strategies share one
-    measurement.
+    """Profiles of the local slices by the `strategies` of each; slices on the same devices by the
+    same strategies share one measurement.
     """
     measured: dict[Any, Option] = {}
     options = []
-    for s, row in zip(config.slices, devices, strict=True):
-        strategies = [
-            slice_strategy(s, config.train.micro_batch, b) for b in config.balance.batch_sizes
-        ]
-        for strategy in strategies:
+    for row, choices in zip(devices, strategies, strict=True):
+        for strategy in choices:
             if (row, strategy) not in measured:
                 measured[row, strategy] = _measure(config, make_program(row, strategy), params)
-        options.append(tuple(measured[row, strategy] for strategy in strategies))
+        options.append(tuple(measured[row, strategy] for strategy in choices))
     sharers = Counter(device for row in devices for device in row)
     profiles = []
     for s, row, row_options in zip(config.slices, devices, options, strict=True):
@@ -75,8 +73,7 @@ def _measure(config: RunConfig, program: Program, params: Params) -> Option:
     while (seconds := time.perf_counter() - started) < _SECONDS or steps < 3:
         state = step(state)
         steps += 1
-    layout = f"dp{strategy.dp}-tp{strategy.tp}-pp{strategy.pp}"
-    return Option(strategy.global_batch, seconds / steps, peak, layout)
+    return Option(strategy.global_batch, seconds / steps, peak, str(strategy))
 
 
 def _memory_limit(device: jax.Device) -> int | None:

@@ -57,6 +57,7 @@ def slice_record(
         "wire_bytes": traffic.wire_bytes,
         "sent_bytes": sent_bytes,
         "captured_energy": contribution.energy.fraction,
+        "rate_scale": worker.scale,
     }
 
 
@@ -109,6 +110,15 @@ def derived_rows(
         )
         for w in plan.work
     ]
+    if config.cona:
+        ladder = config.cona.global_batches
+        rows.append(
+            (
+                "cona",
+                f"batches of {min(ladder)} to {max(ladder)} a slice, by the gradient's noise; "
+                "begins with the plan above",
+            )
+        )
     took = "" if exchange_seconds is None else f", {format_seconds(exchange_seconds)}"
     rows.append(
         (

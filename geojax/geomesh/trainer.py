@@ -2,8 +2,9 @@
 """A GeoMesh run: rounds of inner steps on every slice, each ended by an exchange.
 
 Every method is a setting of the parts used here: DiLoCo is equal work, fp32 and AdamW; per-step
-data parallelism is one inner step of plain SGD with the real optimizer outside. Invariant: what a
-run does next is a function of its config, its plan and its last checkpoint, nothing else.
+data parallelism is one inner step of plain SGD with the real optimizer outside. Under CONA the plan
+may change at a round's border. Invariant: what a run does next is a function of its config, its
+plan and its last checkpoint, nothing else.
 """
 
 import threading
@@ -17,9 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from geojax.config import ConfigError, LostRunError, RunConfig, require, slice_strategy
+from geojax.config import ConfigError, LostRunError, RunConfig, require
 from geojax.data import Corpus, TrainSequences, ValidSequences, allot
-from geojax.geomesh.balance import Plan, SliceWork, make_plan
+from geojax.geomesh.balance import Plan
 from geojax.geomesh.checkpoint import Position, checkpoint_tree
 from geojax.geomesh.clock import (
     Clock,
@@ -32,6 +33,7 @@ from geojax.geomesh.clock import (
 )
 from geojax.geomesh.exchange import MeshExchange
 from geojax.geomesh.layout import make_layout
+from geojax.geomesh.options import choices, modelled_choices, work_strategy
 from geojax.geomesh.outer import OuterCopy, OuterStep, check_digests, digest
 from geojax.geomesh.profile import measured_profiles
 from geojax.geomesh.records import (
@@ -41,17 +43,19 @@ from geojax.geomesh.records import (
     slice_record,
     start_record,
 )
+from geojax.geomesh.steering import Planner, first_plan, make_task, record
 from geojax.geomesh.sync import Contribution, Synchronizer
-from geojax.geomesh.worker import Worker
+from geojax.geomesh.worker import Worker, sharing_devices
 from geojax.meshes.axes import assign_devices
 from geojax.models.transformer import Params, init_params
 from geojax.platform import Watchdog
-from geojax.track.console import RunConsole
+from geojax.track.console import RunConsole, format_seconds
 from geojax.track.metrics import MetricsWriter
 from geojax.train.checkpoint import Checkpoints
 from geojax.train.evaluate import evaluation_record
 from geojax.train.origin import check_origin, origin
-from geojax.train.program import Program, Task
+from geojax.train.program import Program
+from geojax.train.steering import noise_record
 from geojax.train.step import read_init
 
 _CHUNK_STEPS = 32  # inner steps between looks at `stop`, at most
@@ -88,7 +92,7 @@ class Trainer:
         )
         self._valid = ValidSequences(corpus, data.seq_len, data.document_mask, data.masking)
 
-        corpus.require_batch(max(config.balance.batch_sizes))
+        corpus.require_batch(max(config.slice_batches))
         require(
             config.eval.first < self._valid.sequences,
             f"eval.first {config.eval.first}: there are {self._valid.sequences} held-out "
@@ -98,7 +102,7 @@ class Trainer:
             devices = assign_devices([s.devices for s in config.slices], jax.local_devices())
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        task = Task(config.model, config.train, data.seq_len, data.document_mask, seed=config.seed)
+        task = make_task(config)
         self._program = cache(lambda row, strategy: Program(task, strategy, row))
         if config.init:
             params = read_init(config.init, config.model)
@@ -121,26 +125,19 @@ class Trainer:
             self._clock = ModelledClock(self.exchange_seconds)
         if meta:
             check_origin(meta, config, corpus)
-            self.plan = Plan(tuple(SliceWork(**work) for work in meta["plan"]))
+            self._planner = Planner.restored(config, meta)
         else:
-            self.plan = self._make_plan(devices, params)
-
-        # The same for all slices, so that those of one batch size share one compiled loop.
-        chunk_steps = min(_CHUNK_STEPS, max(w.inner_steps for w in self.plan.work))
-        if config.clock.kind == "measured":
-            slowest = max(w.seconds_per_step for w in self.plan.work)
-            chunk_steps = max(1, min(chunk_steps, int(_CHUNK_SECONDS / slowest)))
+            self._planner = self._make_planner(devices, params)
         self.workers = []
         for index, (work, row) in enumerate(zip(self.plan.work, devices, strict=True)):
             outer = self._outer_step.init(params)
             feedback = None
             if config.exchange.error_feedback:
                 feedback = self._synchronizer.init_feedback(index, jax.tree.leaves(params))
-            strategy = slice_strategy(config.slices[index], config.train.micro_batch, work.batch)
-            program = self._program(row, strategy)
-            self.workers.append(Worker(index, work, chunk_steps, program, outer, feedback))
+            program = self._program(row, work_strategy(config, index, work))
+            self.workers.append(Worker(index, work, self._chunk_steps, program, outer, feedback))
         self.resumed = meta is not None
-        self._groups = _sharing_devices(self.workers)
+        self._groups = sharing_devices(self.workers)
         if meta:
             self._restore(meta)
             metrics.rewind(self.position.round)
@@ -149,6 +146,11 @@ class Trainer:
             metrics.write("start", **start_record(config, self.plan, self.traffic))
         self._warm_up()
         self._resumed_at = time.perf_counter()
+
+    @property
+    def plan(self) -> Plan:
+        """In force."""
+        return self._planner.plan
 
     @property
     def tokens(self) -> int:
@@ -176,6 +178,8 @@ class Trainer:
             every = self.config.eval.every_tokens
             if self.tokens >= total or (every and self.tokens // every > before // every):
                 self._evaluation(console)
+            if self.tokens < total and self.config.cona:
+                self._steer(console)
             interval = self.config.checkpoint.every_rounds
             due = interval and position.round % interval == 0
             if due or self.tokens >= total or self._stop.is_set():
@@ -211,16 +215,56 @@ class Trainer:
         absent = [Contribution(i, nothing, 0, 0, None) for i in range(len(self._names))]
         return self._synchronizer.exchange(0, absent).exchange_seconds
 
-    def _make_plan(self, devices: Sequence[tuple[jax.Device, ...]], params: Params) -> Plan:
-        if self.config.clock.kind == "modelled":
-            profiles = modelled_profiles(self.config)
+    def _make_planner(self, devices: Sequence[tuple[jax.Device, ...]], params: Params) -> Planner:
+        config = self.config
+        if config.clock.kind == "measured":
+            strategies = choices(config, devices)
+            profiles = measured_profiles(config, devices, strategies, self._program, params)
         else:
-            profiles = measured_profiles(self.config, devices, self._program, params)
+            profiles = modelled_choices(config) if config.cona else modelled_profiles(config)
         seconds = self.exchange_seconds
-        if seconds is None and self.config.balance.sync_share:
+        if seconds is None and (config.balance.sync_share or config.cona):
             self._empty_exchange()
             seconds = self._empty_exchange()  # the first one compiled
-        return make_plan(profiles, self.config.balance, seconds or 0.0)
+        plan = first_plan(config, profiles, seconds or 0.0)
+        return Planner(config, plan, profiles, seconds or 0.0)
+
+    @property
+    def _chunk_steps(self) -> int:
+        """The same for all slices, so that those of one batch size share one compiled loop, and a
+        function of the plan, so that a resumed run has it too."""
+        steps = min(_CHUNK_STEPS, max(w.inner_steps for w in self.plan.work))
+        if self.config.clock.kind == "modelled":
+            return steps
+        slowest = max(w.seconds_per_step for w in self.plan.work)
+        return max(1, min(steps, int(_CHUNK_SECONDS / slowest)))
+
+    def _steer(self, console: RunConsole) -> None:
+        """Ask the planner, and go over to another plan if it says so."""
+        position, before = self.position, self.plan
+        facts = {"round": position.round, "tokens": self.tokens}
+        situation, decision = self._planner.propose(position.round, position.cursor)
+        self._metrics.write("plan", **facts, **record(situation, decision))
+        if decision.kind == "keep":
+            return
+        started = time.perf_counter()
+        self._planner.changed(decision.plan)
+        with self._watchdog.pause():
+            for worker, work in zip(self.workers, self.plan.work, strict=True):
+                strategy = work_strategy(self.config, worker.index, work)
+                program = self._program(worker.devices, strategy)
+                worker.take_up(work, self._chunk_steps, program)
+        seconds = time.perf_counter() - started
+        if self.config.clock.kind == "modelled":
+            seconds = self.config.clock.switch_seconds
+        position.seconds += seconds
+        places = {"from": str(before), "to": str(self.plan)}
+        why = {"why": decision.reason, "decision": decision.kind}
+        self._metrics.write("switch", **facts, **places, switch_seconds=seconds, **why)
+        console.note(
+            f"round {position.round}: change to {self.plan} in {format_seconds(seconds)}: "
+            f"{decision.reason}"
+        )
 
     def _inner_steps(self, shares: Sequence[range], cursor: int) -> None:
         """What is left of the round's inner steps; slices on other devices work side by side."""
@@ -234,6 +278,8 @@ class Trainer:
 
         def work(group: Sequence[Worker]) -> None:
             for worker in group:
+                worker.scale = self._planner.scale(worker.index)
+                worker.probe = self._planner.probe_due(worker.index)
                 if worker.finished or self._stop.is_set():
                     continue
                 if not worker.progress.done:
@@ -249,7 +295,7 @@ class Trainer:
         position = self.position
         position.round += 1
         started = time.perf_counter()
-        contributions = [self._contribution(w) for w in self.workers]
+        contributions = [w.contribution() for w in self.workers]
         merged = self._synchronizer.exchange(position.round, contributions)
         if merged.pseudo_gradients:
             progress = self.tokens / self.config.train.total_tokens
@@ -266,14 +312,19 @@ class Trainer:
         )
         position.seconds += times.total
         position.inner_seconds = 0.0
+        self._planner.observe(
+            cursor,
+            [w.progress.steps for w in self.workers],
+            [w.progress.noise for w in self.workers],
+        )
 
         records = []
         for worker, contribution, sent in zip(
             self.workers, contributions, merged.sent_bytes, strict=True
         ):
-            record = slice_record(worker, contribution, sent, times, self.traffic)
-            self._metrics.write("slice", round=position.round, **record)
-            records.append(record)
+            part = slice_record(worker, contribution, sent, times, self.traffic)
+            self._metrics.write("slice", round=position.round, **part)
+            records.append(part)
             if worker.progress.skipped:
                 console.warn(
                     f"round {position.round}, slice {worker.work.name}: skipped "
@@ -287,7 +338,7 @@ class Trainer:
                 f"round {position.round}: left out {', '.join(missing)}, whose update was not "
                 "finite or came from too few good steps"
             )
-        record = round_record(merged, times, self.traffic) | {
+        line = round_record(merged, times, self.traffic) | {
             "round": position.round,
             "tokens": self.tokens,
             "seconds": position.seconds,
@@ -295,8 +346,10 @@ class Trainer:
             "left_out": missing,
             "wall_seconds": self._wall_seconds(),
         }
-        self._metrics.write("round", **record)
-        console.round_line(record, records)
+        if self.config.cona:
+            line |= {"strategy": str(self.plan), "noise": noise_record(self._planner.watch)}
+        self._metrics.write("round", **line)
+        console.round_line(line, records)
         limit = self.config.train.anomalies.max_lost_rounds
         if position.lost_rounds >= limit:
             raise LostRunError(
@@ -304,14 +357,6 @@ class Trainer:
                 f"(train.anomalies.max_lost_rounds {limit}); look at the data, lower "
                 "train.optimizer.learning_rate in the run's config.json and resume, or start anew"
             )
-
-    def _contribution(self, worker: Worker) -> Contribution:
-        p = worker.progress
-        healthy = p.skipped <= self.config.train.anomalies.max_skipped_fraction * p.done
-        tokens = p.tokens if healthy else 0
-        return Contribution(
-            worker.index, worker.pseudo_gradient(), tokens, p.steps, worker.feedback
-        )
 
     def _check_copies(self) -> str:
         """Every slice sends every other the digest of its copy; all compare. Returns it in hex."""
@@ -343,7 +388,7 @@ class Trainer:
         state = checkpoint_tree(self.workers, mid_round)
         meta = origin(self.config, self._corpus) | {
             "position": asdict(self.position) | {"wall_seconds": self._wall_seconds()},
-            "plan": [asdict(work) for work in self.plan.work],
+            **self._planner.state(),
             "mid_round": mid_round,
             "progress": [asdict(w.progress) for w in self.workers],
         }
@@ -361,14 +406,3 @@ class Trainer:
 
     def _wall_seconds(self) -> float:
         return self.position.wall_seconds + time.perf_counter() - self._resumed_at
-
-
-def _sharing_devices(workers: Sequence[Worker]) -> list[list[Worker]]:
-    """Workers in groups that have no device in common."""
-    groups: list[list[Worker]] = []
-    for worker in workers:
-        devices = set(worker.devices)
-        shared = [g for g in groups if any(devices & set(w.devices) for w in g)]
-        groups = [g for g in groups if g not in shared]
-        groups.append([w for g in shared for w in g] + [worker])
-    return groups

@@ -7,17 +7,18 @@ continued at any chunk.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from geojax.data import TrainSequences, empty_batch
+from geojax.cona.noise import Moments
+from geojax.data import Batch, TrainSequences, empty_batch
 from geojax.geomesh.balance import SliceWork
 from geojax.geomesh.outer import OuterCopy
-from geojax.geomesh.sync import ErrorFeedback
+from geojax.geomesh.sync import Contribution, ErrorFeedback
 from geojax.train.program import Program
 from geojax.train.step import TrainState, init_state
 
@@ -37,6 +38,8 @@ class RoundProgress:
     """Inner steps that were not skipped."""
     skipped: int = 0
     compute_seconds: float = 0.0
+    noise: Mapping[str, Moments] = field(default_factory=dict)
+    """Sums over steps, by source; empty where noise is not measured."""
 
 
 class Worker:
@@ -61,6 +64,10 @@ class Worker:
         self.outer = outer
         self.feedback = feedback
         self.progress = RoundProgress()
+        self.scale = 1.0
+        """Factor on the learning rate."""
+        self.probe = False
+        """Whether a round begins with a step that measures the noise of the whole gradient."""
         self._chunk_steps = chunk_steps
         self.state = program.put_state(init_state(outer.params, program.task.train))
 
@@ -73,6 +80,19 @@ class Worker:
         lead = (self._chunk_steps, self.work.batch)
         chunk = self.program.put_chunk(empty_batch(lead, self.program.task.seq_len))
         self.state, _ = self.program.run(self.state, chunk, 0, 0.0, 0.0, 0)
+        if self.program.wants_probes:
+            self.program.compile(1, probe=True)
+
+    def take_up(self, work: SliceWork, chunk_steps: int, program: Program) -> None:
+        """Another part of another plan, at a round border: the optimizer's state moves to `program`
+        by way of the host; error feedback, which is of the shape of the parameters, stays."""
+        self.work, self._chunk_steps = work, chunk_steps
+        before, self.program = self.program, program
+        if program is not before:
+            state = before.host(self.state)
+            del self.state
+            self.state = program.recount(program.put_state(state), before)
+        self.compile()
 
     def begin_round(self) -> None:
         """Start from the shared parameters."""
@@ -89,18 +109,22 @@ class Worker:
 
         `share`: this slice's global samples; `progress`: of the run, before and after the round.
         """
-        batch, steps, done = self.work.batch, self.work.inner_steps, self.progress.done
         begin, end = progress
-        stride = (end - begin) / steps
-        first = share.start + done * batch
-        for chunk, real in sequences.chunks(first, steps - done, batch, self._chunk_steps):
+        stride = (end - begin) / self.work.inner_steps
+        for chunk, real, probe in self._chunks(sequences, share):
             started = time.perf_counter()
-            device_chunk = self.program.put_chunk(chunk)
+            p = self.progress
             self.state, stats = self.program.run(
-                self.state, device_chunk, real, begin, stride, self.progress.done
+                self.state,
+                self.program.put_chunk(chunk),
+                real,
+                begin,
+                stride,
+                p.done,
+                self.scale,
+                probe,
             )
             stats = jax.device_get(stats)
-            p = self.progress
             self.progress = RoundProgress(
                 p.done + real,
                 p.loss + float(stats.loss),
@@ -109,9 +133,24 @@ class Worker:
                 p.steps + int(stats.steps),
                 p.skipped + int(stats.skipped),
                 p.compute_seconds + time.perf_counter() - started,
+                _added(p.noise, stats.noise),
             )
             if stopped():
                 return
+
+    def _chunks(self, sequences: TrainSequences, share: range) -> Iterator[tuple[Batch, int, bool]]:
+        """What is left of the round: a chunk, its real steps, and whether it is a probe. Where
+        chunks begin does not depend on where the round was interrupted."""
+        batch, done, first = self.work.batch, self.progress.done, share.start
+        if self.probe and self.program.wants_probes and not done:
+            for chunk, real in sequences.chunks(first, 1, batch, 1):
+                yield chunk, real, True
+            done = 1
+        left = self.work.inner_steps - done
+        if left:
+            begin = first + done * batch
+            for chunk, real in sequences.chunks(begin, left, batch, self._chunk_steps):
+                yield chunk, real, False
 
     def end_round(self) -> None:
         """The round's exchange is over."""
@@ -121,6 +160,12 @@ class Worker:
     def finished(self) -> bool:
         """Whether the round's inner steps are done."""
         return self.progress.done == self.work.inner_steps
+
+    def contribution(self) -> Contribution:
+        """To the round's exchange; of no weight where too many steps were skipped."""
+        p, anomalies = self.progress, self.program.task.train.anomalies
+        tokens = p.tokens if p.skipped <= anomalies.max_skipped_fraction * p.done else 0
+        return Contribution(self.index, self.pseudo_gradient(), tokens, p.steps, self.feedback)
 
     def pseudo_gradient(self) -> list[np.ndarray]:
         """Shared minus local parameters, one float32 host array a leaf."""
@@ -147,10 +192,31 @@ class Worker:
     def restore(self, kept: dict[str, Any], outer: OuterCopy, progress: dict[str, Any]) -> None:
         """Take over what `checkpoint` returned and the shared parameters of that moment."""
         self.outer = outer
-        self.progress = RoundProgress(**progress)
+        noise = {source: Moments(*sums) for source, sums in progress.get("noise", {}).items()}
+        self.progress = RoundProgress(**progress | {"noise": noise})
         params = kept.get("params", outer.params)
         state = TrainState(params, kept["opt_state"], kept["step"], kept["mean_loss"])
         self.state = self.program.put_state(state)
         if self.feedback:
             shard = kept.get("shard_feedback", self.feedback.shard)
             self.feedback = ErrorFeedback(kept["feedback"], shard)
+
+
+def sharing_devices(workers: Sequence[Worker]) -> list[list[Worker]]:
+    """Workers in groups that have no device in common."""
+    groups: list[list[Worker]] = []
+    for worker in workers:
+        devices = set(worker.devices)
+        shared = [g for g in groups if any(devices & set(w.devices) for w in g)]
+        groups = [g for g in groups if g not in shared]
+        groups.append([w for g in shared for w in g] + [worker])
+    return groups
+
+
+def _added(sums: Mapping[str, Moments], new: Mapping[str, Moments]) -> dict[str, Moments]:
+    """Moments on the host, by source."""
+    total = dict(sums)
+    for source, moments in new.items():
+        before = total.get(source, (0.0,) * len(moments))
+        total[source] = Moments(*(a + float(b) for a, b in zip(before, moments, strict=True)))
+    return total

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`geojax plan`: a table, a picture and JSON of what fits a cluster and how fast it would be."""
+"""`geojax plan`: a table, a picture and JSON of what fits a cluster and how fast it would be, and
+of the chain of strategies that a run on it is expected to go through."""
 
 import json
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich import box
@@ -13,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from geojax.cona.score import Option
 from geojax.config import ConfigError, require
 from geojax.meshes.aot import AotUnavailableError
 from geojax.meshes.calibration import read_calibration
@@ -30,6 +33,22 @@ from geojax.meshes.hardware import Cluster, Gpu, get_gpu
 from geojax.meshes.memory import STATED_ERROR
 from geojax.meshes.timing_a100 import A100, extrapolated
 from geojax.models.config import TransformerConfig, get_model
+from geojax.plan.chain import (
+    Chain,
+    Choice,
+    Noise,
+    assumed_noise,
+    compare,
+    measured_noise,
+    predict,
+)
+from geojax.plan.chain_report import (
+    chain_content,
+    chain_file,
+    columns,
+    plot_chain,
+    print_chain,
+)
 from geojax.plan.exact import exact_bytes
 from geojax.track.console import format_seconds, format_share
 from geojax.track.environment import machine, versions
@@ -69,7 +88,20 @@ class PlanOptions:
     json: Path | None = None
     """File for all candidates."""
     out: Path | None = None
-    """Folder for the picture, plan.png."""
+    """Folder for the pictures, plan.png and with a chain chain.png."""
+    chain: bool = False
+    """Also predict the chain of strategies of a run, and what fixed ones would take."""
+    tokens: float | None = None
+    """Of the run; unset: 20 a parameter."""
+    noise: Annotated[tuple[float, float] | None, tyro.conf.arg(metavar="START END")] = None
+    """Noise scale of the gradient at 1 % of the run and at its end, in sequences; between and
+    before them a power law of samples."""
+    noise_from: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
+    """Folder of a run: a power law fitted to the noise that it measured, by samples seen."""
+    chain_file: Path | None = None
+    """File for the chain, as `geojax train --chain` reads it."""
+    switch_seconds: float = 5.0
+    """What a change of strategy takes."""
     gpu_flops: float | None = None
     """Own GPU: dense bfloat16 FLOPs a second."""
     gpu_memory: Annotated[float | None, tyro.conf.arg(metavar="BYTES")] = None
@@ -85,6 +117,7 @@ def run_plan(options: PlanOptions) -> None:
     console = Console(highlight=False)
     name, model = _model(options.model)
     job = _job(options, model)
+    noise, total_samples = _chain_inputs(options, job)
     try:
         timing = read_calibration(options.calibration) if options.calibration else A100
     except ValueError as error:
@@ -104,14 +137,29 @@ def run_plan(options: PlanOptions) -> None:
     if options.excluded:
         console.print(_reasons(plan))
     if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+    predicted = {}
+    if noise:
+        chain, choices = _predict(plan, noise, total_samples, options)
+        print_chain(chain, choices, noise, job.seq_len, console)
+        predicted["chain"] = chain_content(chain, choices, noise, job.seq_len)
+        if options.out:
+            path = options.out / "chain.png"
+            plot_chain(chain, noise, job.seq_len, title, path)
+            console.print(Text(f"wrote {path}"), soft_wrap=True)
+        if options.chain_file:
+            write_atomically(options.chain_file, chain_file(chain, job.seq_len))
+            console.print(Text(f"wrote {options.chain_file}"), soft_wrap=True)
+    if options.out:
         from geojax.plan.plot import plot_plan
 
-        options.out.mkdir(parents=True, exist_ok=True)
         path = options.out / "plan.png"
         plot_plan(plan.candidates, job, title, path)
         console.print(Text(f"wrote {path}"), soft_wrap=True)
     if options.json:
-        write_atomically(options.json, _json(plan, job, options, title))
+        content = _content(plan, job, options, title) | predicted
+        text = json.dumps(to_json(content), indent=2, allow_nan=False) + "\n"
+        write_atomically(options.json, text)
         console.print(Text(f"wrote {options.json}"), soft_wrap=True)
 
 
@@ -160,6 +208,50 @@ def _job(options: PlanOptions, model: TransformerConfig) -> Job:
     return Job(model, seq_len, cluster, options.optimizer, batches, micros)
 
 
+def _chain_inputs(options: PlanOptions, job: Job) -> tuple[Noise | None, int]:
+    """Noise, None where no chain is asked for, and the samples of the run."""
+    if not options.chain:
+        for field in ("tokens", "noise", "noise_from", "chain_file", "switch_seconds"):
+            value = getattr(options, field)
+            require(
+                value == getattr(PlanOptions, field),
+                f"{field} {value} is of a chain, and none is asked for; add --chain",
+            )
+        return None, 0
+    given = f"noise {options.noise} and noise_from {options.noise_from}"
+    require(
+        (options.noise is None) != (options.noise_from is None),
+        f"{given}: a chain follows from one of them; give either --noise START END or "
+        "--noise-from RUN",
+    )
+    require(
+        0 <= options.switch_seconds < math.inf,
+        f"switch_seconds {options.switch_seconds} must be at least 0 and finite",
+    )
+    tokens = 20 * job.model.num_params if options.tokens is None else options.tokens
+    step_tokens = job.global_batches[-1] * job.seq_len
+    require(
+        step_tokens <= tokens < math.inf,
+        f"tokens {tokens:g} must be finite and at least {step_tokens:,}, a step of the largest "
+        "global batch; train for longer, or lower global_batches",
+    )
+    total_samples = math.ceil(tokens / job.seq_len)
+    if options.noise_from:
+        return measured_noise(options.noise_from, job.seq_len), total_samples
+    assert options.noise
+    return assumed_noise(*options.noise, total_samples), total_samples
+
+
+def _predict(
+    plan: Plan, noise: Noise, total_samples: int, options: PlanOptions
+) -> tuple[Chain, list[Choice]]:
+    strategies = [
+        Option(str(c.strategy), c.strategy.global_batch, c.step_seconds) for c in plan.candidates
+    ]
+    chain = predict(strategies, noise.at, total_samples, options.switch_seconds)
+    return chain, compare(chain, strategies)
+
+
 def _counted(plan: Plan, job: Job, options: PlanOptions, console: Console) -> tuple[Plan, str]:
     """The plan with its leaders' memory counted by the compiler, and what is to be said of it.
 
@@ -206,16 +298,8 @@ def _leaders_first(candidates: tuple[Candidate, ...]) -> list[Candidate]:
 
 
 def _table(plan: Plan, rows: int) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("\nstrategy", no_wrap=True)
-    for heading in (
-        "GB\na GPU",
-        "step\nmodelled",
-        "samples/s\nmodelled",
-        "\nMFU",
-        "\nbubble",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("GB\na GPU", "step\nmodelled", "samples/s\nmodelled", "\nMFU", "\nbubble")
+    table = columns("\nstrategy", *headings)
     batches = sorted({c.strategy.global_batch for c in plan.candidates})
     for batch in batches:
         own = [c for c in plan.candidates if c.strategy.global_batch == batch][:rows]
@@ -263,8 +347,8 @@ def _reasons(plan: Plan) -> Table:
     return table
 
 
-def _json(plan: Plan, job: Job, options: PlanOptions, title: str) -> str:
-    content = {
+def _content(plan: Plan, job: Job, options: PlanOptions, title: str) -> dict[str, Any]:
+    return {
         "title": title,
         "clock": "modelled",
         "model": asdict(job.model),
@@ -285,4 +369,3 @@ def _json(plan: Plan, job: Job, options: PlanOptions, title: str) -> str:
         "versions": versions(),
         "machine": machine(),
     }
-    return json.dumps(to_json(content), indent=2, allow_nan=False) + "\n"

@@ -78,6 +78,34 @@ def plot_perplexity(runs: Sequence[Run], path: Path | str, target: float) -> Non
     figure.savefig(path)
 
 
+def plot_chain(run: Run, path: Path | str) -> None:
+    """The batch in force over the run's tokens, and the noise scale with its interval."""
+    batches = [record["batch"] for record in run.slices]
+    tokens = [record["tokens"] for record in run.rounds]
+    figure = _figure(9, 4.8, f"{run.name}: chain of strategies")
+    axes = figure.subplots()
+    axes.step([0, *tokens], [batches[0], *batches], color=_RUN_COLOURS[0], label="batch")
+    known = [(t, r["noise"]) for t, r in zip(tokens, run.rounds, strict=True) if r.get("noise")]
+    at = [t for t, _ in known]
+    noise = [n["value"] or n["low"] for _, n in known]
+    axes.plot(at, noise, color=_RUN_COLOURS[1], label="noise scale of the gradient")
+    low, high = ([n[end] or n["low"] for _, n in known] for end in ("low", "high"))
+    axes.fill_between(at, low, high, color=_RUN_COLOURS[1], alpha=0.2, label="its 95 % interval")
+    # Names of stays that last; trials are seen as spikes.
+    shown, begin = "", 0.0
+    for record, end, batch in zip(run.rounds, tokens, batches, strict=True):
+        if record["strategy"] != shown:
+            shown, begin = record["strategy"], end
+        elif end - begin > tokens[-1] / 10:
+            name, begin = shown.replace(f"-gb{batch}", ""), float("inf")
+            axes.annotate(name, (end, batch), (0, 4), textcoords="offset points", fontsize=7)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel="tokens", ylabel="sequences", xlim=(0, tokens[-1]))
+    axes.legend(loc="upper left", fontsize=8)
+    figure.savefig(path)
+
+
 def plot_gantt(runs: Sequence[Run], path: Path | str, rounds: int = 3) -> None:
     """What each slice did in the first `rounds` rounds, on one time axis for all runs."""
     until = max(run.rounds[:rounds][-1]["seconds"] for run in runs)

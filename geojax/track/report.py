@@ -17,10 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from geojax.config import require
-from geojax.track.chain import chain_notes, chain_table, stays
+from geojax.track.chain import chain_notes, chain_table
 from geojax.track.console import format_bytes, format_count, format_seconds, format_share
 from geojax.track.metrics import to_json, write_atomically
-from geojax.track.plots import plot_gantt, plot_idle, plot_perplexity
+from geojax.track.plots import plot_chain, plot_gantt, plot_idle, plot_perplexity
 from geojax.track.summary import (
     UNITS,
     Run,
@@ -72,7 +72,7 @@ def report(
     for note in notes:
         console.print(Text(note))
     for run, name in zip(runs, names, strict=True):
-        if len(stays(run)) > 1:
+        if _chained(run):
             console.print(Text(f"\n{name}: its chain of strategies", style="bold"))
             console.print(chain_table(run))
             for note in chain_notes(run):
@@ -85,6 +85,10 @@ def report(
         plot_perplexity(runs, written[0], target)
         plot_gantt(runs, written[1])
         plot_idle(runs, written[2])
+        for run, name in zip(runs, names, strict=True):
+            if _chained(run):
+                written.append(out / f"chain-{name.replace('/', '-')}.png")
+                plot_chain(run, written[-1])
     if json_path is not None:
         packages = dict.fromkeys(package for run in runs for package in run.start["versions"])
         write_json(
@@ -101,6 +105,11 @@ def report(
         written.append(json_path)
     for path in written:
         console.print(Text(f"wrote {path}"), soft_wrap=True)
+
+
+def _chained(run: Run) -> bool:
+    """Whether it is of one cluster whose strategy changed."""
+    return bool(run.switches) and {record["slice"] for record in run.slices} == {"all"}
 
 
 def write_json(

@@ -12,14 +12,15 @@ import jax
 
 from geojax.cona.controller import Controller, FixedChain, NoiseWatch, Pilot
 from geojax.config import ConfigError, RunConfig, require
-from geojax.meshes.candidates import Candidate, Job, make_plan
+from geojax.meshes.candidates import OPTIMIZER_SLOTS, Candidate, Job, make_plan
 from geojax.meshes.hardware import NOMINAL, Cluster, get_gpu
 from geojax.meshes.strategy import Strategy, parse_strategy
 from geojax.meshes.timing import StepCase
 from geojax.meshes.timing_a100 import A100, extrapolated
 from geojax.platform import detect_gpu
 
-_SWITCH_SECONDS = 5.0  # expected before one was measured
+_MOVED_BYTES_PER_SECOND = 5e8  # of a state, and what a switch takes besides, before one was
+_SWITCH_SECONDS = 0.1  # measured; benchmarks/reshard.py
 _MICRO_BATCH = 8  # sequences that one device computes at once under the modelled clock
 
 
@@ -42,11 +43,17 @@ def make_pilot(config: RunConfig, devices: Sequence[jax.Device]) -> Pilot:
             noise,
             candidates(config, devices),
             total,
-            config.clock.switch_seconds if modelled else _SWITCH_SECONDS,
+            config.clock.switch_seconds if modelled else _expected_switch(config),
             rule,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _expected_switch(config: RunConfig) -> float:
+    slots = OPTIMIZER_SLOTS[config.train.optimizer.name]
+    state_bytes = 4 * (1 + slots) * config.model.num_params
+    return _SWITCH_SECONDS + state_bytes / _MOVED_BYTES_PER_SECOND
 
 
 def candidates(config: RunConfig, devices: Sequence[jax.Device]) -> Sequence[Candidate]:

@@ -121,6 +121,7 @@ class Trainer:
                 raise ConfigError(str(error)) from error
         self._program = self._programs.get(self._local(self._pilot.strategy))
         self._state = self._restored(meta) if self.resumed else self._fresh()
+        self._state = self._program.rehearse(self._state, self._programs.steps)
         self._ran = {self._program.strategy}
         if metrics and self.resumed:
             metrics.rewind(self.position.round)

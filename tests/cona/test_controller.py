@@ -201,7 +201,7 @@ def test_a_state_of_other_devices_is_refused():
     state = make().state() | {"strategy": "dp16-tp1-pp1-mb1-gb16"}
     with pytest.raises(ValueError, match=r"was under dp16-tp1-pp1-mb1-gb16, which does not fit"):
         make().restore(state)
-    with pytest.raises(ValueError, match="cona.start dp3 is none of the 1"):
+    with pytest.raises(ValueError, match=r"cona\.start dp3 is none of the 1"):
         make(start="dp3")
 
 
@@ -214,9 +214,9 @@ def test_it_begins_with_the_best_for_little_noise_or_where_it_is_told():
 
 def test_likely_next_are_the_neighbours_on_the_ladder():
     controller = make(start="dp8-tp1-pp1-mb1-gb128")
-    batches = [s.global_batch for s in controller.likely()]
-    assert len(batches) == 2
-    assert min(batches) < 128 < max(batches)
+    above, below, *others = (s.global_batch for s in controller.likely())
+    assert below < 128 < above
+    assert len(others) == 2  # of families that never ran
 
 
 def test_a_fixed_chain_ends_rounds_at_its_borders():

@@ -64,6 +64,18 @@ def test_a_machine_that_changes_is_followed():
     assert found.of(["a1"], "a1").seconds[0] == pytest.approx(2.0, rel=0.01)
 
 
+def test_times_that_scatter_say_less():
+    steady, shaky = belief(), belief()
+    for i in range(40):
+        steady.observe("a1", 1.0)
+        shaky.observe("a1", 1.5 if i % 2 else 1 / 1.5)
+    for found in (steady, shaky):
+        for _ in range(3):
+            found.observe("b1", 1.5)
+    doubt = [found.of(["b1"], "a1").sd[0] for found in (steady, shaky)]
+    assert doubt[1] > 3 * doubt[0]
+
+
 def test_it_is_the_posterior_of_that_prior():
     """Against conditioning the joint normal distribution directly, by its precision."""
     found, names = belief(a1=1.2, b2=2.5), list(PREDICTED)
@@ -79,8 +91,9 @@ def test_it_is_the_posterior_of_that_prior():
     )
     precision = np.linalg.inv(prior)
     score = np.zeros(len(names))
-    for name, (residual, rounds) in found.state().items():
-        i, weight = names.index(name), rounds / 0.05**2
+    state = found.state()
+    for name, (residual, rounds) in state["timed"].items():
+        i, weight = names.index(name), rounds / state["scatter"][0]
         precision[i, i] += weight
         score[i] += weight * residual
     covariance = np.linalg.inv(precision)

@@ -2,87 +2,37 @@
 """A run by one strategy: what it records, how it stops, is killed, and goes on by another."""
 
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from rich.console import Console
+from tiny_run import BATCH, LLAMA, SEQ_LEN, records
 
 from geojax import runs
 from geojax.config import (
     BalanceConfig,
     CheckpointConfig,
     ConfigError,
-    DataConfig,
-    EvalConfig,
     LostRunError,
     MaskingConfig,
     OptimizerConfig,
-    RunConfig,
-    SourceConfig,
-    TokenizerConfig,
     TrainConfig,
 )
 from geojax.meshes.strategy import parse_strategy
-from geojax.models.config import TransformerConfig
-from geojax.track.metrics import read_records
 from geojax.track.report import report
 from geojax.train.checkpoint import Checkpoints
 from geojax.train.program import Program, Task
 
-VOCAB, SEQ_LEN, BATCH = 258, 16, 8
-LLAMA = TransformerConfig(VOCAB, dim=32, layers=4, heads=4, kv_heads=2, mlp_dim=48)
 QUIET = Console(quiet=True)
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(50)]
-    documents = (" ".join(rng.choices(words, k=400)) for _ in range(16))
-    path = folder / "words.txt"
-    path.write_text("\n\n".join(documents))
-    return path
-
-
-@pytest.fixture(autouse=True)
-def cache(text, monkeypatch):
-    monkeypatch.setenv("GEOJAX_CACHE", str(text.parent / "cache"))
-
-
-@pytest.fixture
-def config(text) -> RunConfig:
-    return RunConfig(
-        name="strategy",
-        model=LLAMA,
-        data=DataConfig(
-            source=SourceConfig(kind="files", paths=(str(text),)),
-            tokenizer=TokenizerConfig(vocab_size=257),
-            seq_len=SEQ_LEN,
-            valid_fraction=0.2,
-        ),
-        train=TrainConfig(
-            total_tokens=24 * BATCH * SEQ_LEN,
-            optimizer=OptimizerConfig(name="adamw", learning_rate=1e-3),
-            compute_dtype="float32",
-            round_steps=4,
-        ),
-        strategy="dp1-tp1-pp1-mb4-gb8",
-        eval=EvalConfig(every_tokens=8 * BATCH * SEQ_LEN, sequences=16, batch=8),
-        checkpoint=CheckpointConfig(every_rounds=2),
-    )
-
-
-def records(folder, kind):
-    return [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == kind]
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def test_records_account_for_every_step_and_a_report_reads_them(config, tmp_path, capsys):

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which plan is in force: one that is made once, or under CONA one that follows the noise.
+
+CONA says what each slice's options are worth, the planner (geojax.geomesh.balance) makes a plan of
+them, and a new plan takes the place of the old one at a round border where that pays: at the noise
+as known and at both ends of its interval. A slice's steps count as if it trained alone, and those
+of all slices add up; what merging takes out of their noise is not counted.
+
+Invariant: `decide` looks at nothing but its arguments, all of which a run writes down and saves, so
+a run that is resumed, or replayed, has the same plans. Options are profiled once, at the start.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal
+
+from geojax.cona.controller import NoiseWatch, rate_scale
+from geojax.cona.noise import Moments
+from geojax.cona.rules import RateRule
+from geojax.cona.score import worth
+from geojax.config import (
+    BalanceConfig,
+    ConaConfig,
+    RunConfig,
+    require,
+)
+from geojax.geomesh.balance import (
+    Option,
+    Plan,
+    SliceProfile,
+    SliceWork,
+    Worth,
+    make_plan,
+    progress_rate,
+)
+from geojax.train.program import Task
+
+_CHANGE_SECONDS = 5.0  # expected of a change of plan under the measured clock
+_LARGE_NOISE = 1e18  # stands for infinite noise, where no step is worth anything
+_LARGE_GAIN = 1e9  # over a plan that makes no progress
+
+
+@dataclass(frozen=True)
+class Situation:
+    """All that a decision depends on, beside the config."""
+
+    round: int
+    samples: int
+    total_samples: int
+    rounds_here: int
+    """Since the last change of plan."""
+    plan: Plan
+    profiles: tuple[SliceProfile, ...]
+    exchange_seconds: float
+    noise: tuple[float | None, float, float | None] | None
+    """(value, low, high) in sequences, as a NoiseEstimate; None: not known yet."""
+    change_seconds: float
+    """Expected of one change."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do."""
+
+    kind: Literal["keep", "change"]
+    plan: Plan
+    reason: str
+    gain: float = 1.0
+    """Progress a second over the present plan's, at the noise as known."""
+    gain_low: float = 1.0
+    """The least of that over the noise's interval."""
+
+
+def decide(
+    now: Situation, balance: BalanceConfig, cona: ConaConfig, rule: RateRule | None
+) -> Decision:
+    """What to do at the end of a round."""
+    keep = partial(Decision, "keep", now.plan)
+    if now.noise is None:
+        return keep("the noise is not known yet")
+    if now.rounds_here < cona.dwell_rounds:
+        return keep(f"{now.rounds_here} of {cona.dwell_rounds} rounds since the last change")
+    value, low, high = now.noise
+    expected = low if value is None else value
+    plan = make_plan(now.profiles, balance, now.exchange_seconds, _worth(expected, rule))
+    if plan == now.plan:
+        return keep(f"the plan is the best one at noise {expected:.3g}")
+    ends = (low, math.inf if high is None else high)
+    gain, *others = (_gain(plan, now, noise, rule) for noise in (expected, *ends))
+    least = min(gain, *others)
+    rounds_left = max(now.total_samples - now.samples, 0) / now.plan.sequences
+    left = rounds_left * (now.plan.compute_seconds + now.exchange_seconds)
+    saved = left * (1 - 1 / least) if least > 0 else -left
+    if least > 1 + cona.margin and saved > now.change_seconds:
+        reason = f"saves {saved:.3g} s of {left:.3g}, or more, and costs {now.change_seconds:.3g} s"
+        return Decision("change", plan, reason, gain, least)
+    return keep(f"{plan} may be {gain:.3f} times as fast, {least:.3f} at least", gain, least)
+
+
+def record(now: Situation, decision: Decision) -> dict[str, Any]:
+    """Fields of a `plan` record."""
+    return {"inputs": asdict(now), "decision": asdict(decision)}
+
+
+def replay(
+    records: Iterable[Mapping[str, Any]], config: RunConfig
+) -> list[tuple[Decision, Decision]]:
+    """(as recorded, as computed again) of each `plan` record."""
+    assert config.cona is not None, "only CONA changes plans"
+    pairs = []
+    for item in records:
+        inputs, recorded = dict(item["inputs"]), dict(item["decision"])
+        for fields in (inputs, recorded):
+            fields["plan"] = read_plan(fields["plan"]["work"])
+        inputs["profiles"] = _read_profiles(inputs["profiles"])
+        inputs["noise"] = inputs["noise"] and tuple(inputs["noise"])
+        again = decide(Situation(**inputs), config.balance, config.cona, _rule(config))
+        pairs.append((Decision(**recorded), again))
+    return pairs
+
+
+class Planner:
+    """Says which plan is in force."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: Plan,
+        profiles: Sequence[SliceProfile] = (),
+        exchange_seconds: float = 0.0,
+    ):
+        """`profiles` and `exchange_seconds`, of one exchange: what later plans are made of."""
+        self._config, self.plan = config, plan
+        self._profiles, self._exchange_seconds = tuple(profiles), exchange_seconds
+        noise = config.measured_noise
+        self.watch = NoiseWatch(noise) if noise else None
+        """The gradient's noise, of all slices together; None without CONA."""
+        self._rounds_here, self._steps = 0, [0] * len(config.slices)
+
+    def scale(self, index: int) -> float:
+        """Factor on the learning rate of slice `index`, in the next round."""
+        return rate_scale(_rule(self._config), self.plan.work[index].batch, self.watch)
+
+    def probe_due(self, index: int) -> bool:
+        """Whether slice `index` begins the next round with a probe, if its strategy needs any."""
+        if self.watch is None:
+            return False
+        every = self.watch.config.probe_steps
+        return -self._steps[index] % every < self.plan.work[index].inner_steps
+
+    def observe(
+        self, samples: int, good: Sequence[int], noise: Sequence[Mapping[str, Moments]]
+    ) -> None:
+        """A round has ended at sample `samples`, with so many good steps of each slice and their
+        moments."""
+        self._rounds_here += 1
+        for i, (work, steps, moments) in enumerate(zip(self.plan.work, good, noise, strict=True)):
+            self._steps[i] += work.inner_steps
+            if self.watch:
+                self.watch.observe(work.batch, samples, steps, moments)
+
+    def propose(self, round: int, samples: int) -> tuple[Situation, Decision]:
+        """What to do now; only under CONA."""
+        config = self._config
+        assert config.cona is not None, "only CONA changes plans"
+        assert self.watch is not None, "cona asks for noise"
+        noise = self.watch.estimate()
+        now = Situation(
+            round,
+            samples,
+            -(-config.train.total_tokens // config.data.seq_len),
+            self._rounds_here,
+            self.plan,
+            self._profiles,
+            self._exchange_seconds,
+            (noise.value, noise.low, noise.high) if noise else None,
+            config.clock.switch_seconds if config.clock.kind == "modelled" else _CHANGE_SECONDS,
+        )
+        return now, decide(now, config.balance, config.cona, _rule(config))
+
+    def changed(self, plan: Plan) -> None:
+        """`plan` is in force from the next round on."""
+        self.plan, self._rounds_here = plan, 0
+
+    def state(self) -> dict[str, Any]:
+        """For JSON; `restored` goes on from it."""
+        state: dict[str, Any] = {"plan": [asdict(work) for work in self.plan.work]}
+        if self.watch:
+            state["planner"] = {
+                "profiles": [asdict(p) for p in self._profiles],
+                "exchange_seconds": self._exchange_seconds,
+                "rounds_here": self._rounds_here,
+                "steps": self._steps,
+                "noise": self.watch.state(),
+            }
+        return state
+
+    @classmethod
+    def restored(cls, config: RunConfig, meta: Mapping[str, Any]) -> "Planner":
+        """From a checkpoint's facts, `state` among them; nothing is profiled anew."""
+        plan, state = read_plan(meta["plan"]), meta.get("planner")
+        require(
+            bool(state) == (config.cona is not None),
+            f"the checkpoint is of a run {'with' if state else 'without'} cona, and config.json "
+            f"has {'none' if state else 'it'}; put it back as it was, or start a new run",
+        )
+        if not state:
+            return cls(config, plan)
+        planner = cls(config, plan, _read_profiles(state["profiles"]), state["exchange_seconds"])
+        assert planner.watch is not None, "cona asks for noise"
+        planner.watch.restore(state["noise"])
+        planner._rounds_here, planner._steps = state["rounds_here"], list(state["steps"])
+        return planner
+
+
+def first_plan(
+    config: RunConfig, profiles: Sequence[SliceProfile], exchange_seconds: float
+) -> Plan:
+    """Under CONA the best where noise is as small as the smallest batch. ConfigError as `make_plan`
+    says."""
+    worth = _worth(min(config.cona.global_batches), None) if config.cona else None
+    return make_plan(profiles, config.balance, exchange_seconds, worth)
+
+
+def make_task(config: RunConfig) -> Task:
+    """What slices train; their noise is measured where somebody asks for it."""
+    noise, scaling = config.measured_noise, config.scaling
+    return Task(
+        config.model,
+        config.train,
+        config.data.seq_len,
+        config.data.document_mask,
+        config.seed,
+        noise.metric if noise else None,
+        scaling.base_batch if scaling else None,
+    )
+
+
+def read_plan(work: Iterable[Mapping[str, Any]]) -> Plan:
+    """The plan whose `work` was written as JSON."""
+    return Plan(tuple(SliceWork(**fields) for fields in work))
+
+
+def _read_profiles(profiles: Iterable[Mapping[str, Any]]) -> tuple[SliceProfile, ...]:
+    return tuple(
+        SliceProfile(**dict(p) | {"options": tuple(Option(**o) for o in p["options"])})
+        for p in profiles
+    )
+
+
+def _rule(config: RunConfig) -> RateRule | None:
+    return config.scaling.rate_rule() if config.scaling else None
+
+
+def _worth(noise: float, rule: RateRule | None) -> Worth:
+    """What a slice's step is worth at that noise."""
+    return lambda batch: worth(batch, min(noise, _LARGE_NOISE), rule)
+
+
+def _gain(plan: Plan, now: Situation, noise: float, rule: RateRule | None) -> float:
+    """Progress a second under `plan` over that under the present one."""
+    rates = [progress_rate(p, _worth(noise, rule), now.exchange_seconds) for p in (plan, now.plan)]
+    if rates[0] <= 0:
+        return 0.0
+    return min(rates[0] / rates[1], _LARGE_GAIN) if rates[1] > 0 else _LARGE_GAIN
