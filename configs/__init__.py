@@ -57,9 +57,10 @@ def _presets() -> dict[str, Preset]:
         batch = parse_strategy(strategy).global_batch
         ladder = tuple(batch * 2**i // 8 for i in range(6))
         chained = partial(lambda m, b, g: cona_large(m(), b, g), make, ladder, batch)
-        presets[f"cona-{name}"] = Preset(chained, _first_line(cona_large))
+        presets[f"cona-{name}"] = Preset(chained, f"{_first_line(cona_large)[:-1]}; {name}.")
     for name in MODELLED:
-        presets[f"cona-{name}"] = Preset(partial(cona_tiny, name), _first_line(cona_tiny))
+        line = f"A tiny {get_model(name).family} by CONA, timed as {MODELLED[name]} on 8 A100s."
+        presets[f"cona-{name}"] = Preset(partial(cona_tiny, name), line)
     return presets
 
 

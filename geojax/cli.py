@@ -49,12 +49,18 @@ def _steered(args: list[str]) -> tuple[list[str], RunConfig]:
     from geojax.runs import read_chain
 
     config = load_config(args[0])
+    both = [name for name in ("--strategy", "--chain") if any(a.startswith(name) for a in args)]
+    require(len(both) < 2, "--strategy and --chain are two ways to go; give one of them")
     args = [part for arg in args for part in (arg.split("=", 1) if _steers(arg) else [arg])]
     for name in ("--strategy", "--chain"):
         if name not in args:
             continue
         place = args.index(name)
-        require(len(args) > place + 1, f"{name} wants a value")
+        require(
+            len(args) > place + 1 and not args[place + 1].startswith("-"),
+            f"{name} wants a value: "
+            + ("dp1-tp1-pp1-mb4-gb16" if name == "--strategy" else "a JSON file of legs"),
+        )
         value, args = args[place + 1], args[:place] + args[place + 2 :]
         if name == "--strategy":
             config = replace(config, strategy=value, chain=(), cona=None)

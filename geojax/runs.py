@@ -117,9 +117,7 @@ def resume(
         config = replace(config, strategy=strategy, chain=(), cona=None)
     running = _with_cluster(config, cluster or ClusterConfig())
     rows = _join(running)
-    if _first() and strategy is not None:
-        save_config(config, folder / "config.json")
-    return _run(running, folder, console, rows)
+    return _run(running, folder, console, rows, config if strategy is not None else None)
 
 
 def _with_cluster(config: RunConfig, cluster: ClusterConfig) -> RunConfig:
@@ -158,9 +156,15 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _run(config: RunConfig, folder: Path, console: Console | None, rows: "Rows") -> bool:
+def _run(
+    config: RunConfig,
+    folder: Path,
+    console: Console | None,
+    rows: "Rows",
+    changed: RunConfig | None = None,
+) -> bool:
     try:
-        return _train(config, folder, console or Console(highlight=False), rows)
+        return _train(config, folder, console or Console(highlight=False), rows, changed)
     except OSError as error:
         raise RunError(
             f"cannot read or write what the run needs: {error}; put that right, then go on with "
@@ -168,7 +172,10 @@ def _run(config: RunConfig, folder: Path, console: Console | None, rows: "Rows")
         ) from error
 
 
-def _train(config: RunConfig, folder: Path, output: Console, rows: "Rows") -> bool:
+def _train(
+    config: RunConfig, folder: Path, output: Console, rows: "Rows", changed: RunConfig | None
+) -> bool:
+    """`changed`: what config.json is to hold from now on, once it has turned out to work."""
     from geojax import platform
 
     first = _first()
@@ -189,6 +196,8 @@ def _train(config: RunConfig, folder: Path, output: Console, rows: "Rows") -> bo
         corpus = _prepare(config, checkpoints, output)
         watchdog = stack.enter_context(platform.Watchdog(config.platform.watchdog, folder))
         trainer = _trainer(config, corpus, metrics, checkpoints, stop, watchdog)
+        if changed and first:
+            save_config(changed, folder / "config.json")
         total = config.train.total_tokens
         console = RunConsole(total, config.clock.kind, trainer.tokens, output)
         with console:

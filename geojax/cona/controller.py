@@ -31,6 +31,8 @@ class Round(NamedTuple):
     seconds: float
     """Of these steps, probes left out."""
     noise: Mapping[str, Moments]
+    disturbed: bool = False
+    """Whether something was compiled beside them."""
 
 
 class NoiseWatch:
@@ -53,10 +55,13 @@ class NoiseWatch:
         return self._tracker.estimate() if self._steps >= self.config.first_steps else None
 
     def state(self) -> dict[str, Any]:
-        return {"steps": self._steps, "tracker": self._tracker.state()}
+        metric = self.config.metric
+        return {"metric": metric, "steps": self._steps, "tracker": self._tracker.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._steps, self._tracker = state["steps"], NoiseTracker.from_state(state["tracker"])
+        """Noise in another metric says nothing."""
+        if state["metric"] == self.config.metric:
+            self._steps, self._tracker = state["steps"], NoiseTracker.from_state(state["tracker"])
 
 
 class Pilot(Protocol):
@@ -92,8 +97,9 @@ class Pilot(Protocol):
         """The proposal was carried out, in `seconds`."""
         ...
 
-    def refuse(self, name: str, reason: str) -> None:
-        """A strategy cannot run here: it is never proposed again."""
+    def refuse(self, name: str, reason: str, out_of_memory: bool = False) -> None:
+        """A strategy cannot run here: it is never proposed again. If it is the one in force,
+        another takes its place. ValueError where there is none."""
         ...
 
     def likely(self) -> list[Strategy]:
@@ -126,7 +132,7 @@ class FixedChain:
     noise: NoiseWatch | None = None
 
     def __post_init__(self):
-        self.strategy = self.legs[0][1]
+        self.strategy, self._samples = self.legs[0][1], 0
 
     def scale(self) -> float:
         return rate_scale(self.rule, self.strategy.global_batch, self.noise)
@@ -135,36 +141,40 @@ class FixedChain:
         return next((begin - samples for begin, _ in self.legs if begin > samples), None)
 
     def observe(self, samples: int, done: Round) -> None:
+        self._samples = samples
         if self.noise:
             self.noise.observe(self.strategy.global_batch, samples, done.steps, done.noise)
 
     def propose(
         self, round: int, samples: int, elapsed_seconds: float, ready: Collection[str] | None
     ) -> tuple[Decision, Situation | None]:
-        due = [strategy for begin, strategy in self.legs if begin <= samples][-1]
+        due = self._due(samples)
         kind = "keep" if due == self.strategy else "switch"
         return Decision(kind, str(due), f"the chain says so at {samples:,} samples", 1.0, 1.0), None
 
     def switched(self, decision: Decision, seconds: float) -> None:
         self.strategy = next(s for _, s in self.legs if str(s) == decision.to)
 
-    def refuse(self, name: str, reason: str) -> None:
-        raise ValueError(f"the chain's strategy {name} cannot run here: {reason}; choose another")
+    def refuse(self, name: str, reason: str, out_of_memory: bool = False) -> None:
+        raise ValueError(f"strategy {name} cannot run here: {reason}; choose another")
 
     def likely(self) -> list[Strategy]:
-        place = [strategy for _, strategy in self.legs].index(self.strategy)
-        return [strategy for _, strategy in self.legs[place + 1 : place + 2]]
+        return [strategy for begin, strategy in self.legs if begin > self._samples][:1]
 
     def state(self) -> dict[str, Any]:
         noise = self.noise.state() if self.noise else None
-        return {"strategy": str(self.strategy), "noise": noise}
+        return {"strategy": str(self.strategy), "samples": self._samples, "noise": noise}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """A strategy that is no longer in the chain gives way to the first."""
-        known = {str(strategy): strategy for _, strategy in self.legs}
-        self.strategy = known.get(state["strategy"], self.strategy)
+        """The strategy that is due; whatever pilot the state is of, and its noise if it has any in
+        the same metric."""
+        self._samples = state["samples"]
+        self.strategy = self._due(self._samples)
         if self.noise and state["noise"]:
             self.noise.restore(state["noise"])
+
+    def _due(self, samples: int) -> Strategy:
+        return [strategy for begin, strategy in self.legs if begin <= samples][-1]
 
 
 class Controller:
@@ -192,7 +202,7 @@ class Controller:
         )
         self._refused: dict[str, str] = {}
         self._switch_seconds, self._trial_seconds = switch_seconds, 0.0
-        self._rounds_here, self._on_trial = 0, False
+        self._rounds_here, self._on_trial, self._samples = 0, False, 0
         self._previous: str | None = None
         self.strategy = self._first(config)
 
@@ -205,8 +215,10 @@ class Controller:
     def observe(self, samples: int, done: Round) -> None:
         self.noise.observe(self.strategy.global_batch, samples, done.steps, done.noise)
         self._rounds_here += 1
-        if done.steps and done.seconds:
-            self._speed.observe(str(self.strategy), done.seconds / done.steps)
+        self._samples = samples
+        name = str(self.strategy)
+        if done.steps and not (done.disturbed and self._speed.timed(name)):
+            self._speed.observe(name, done.seconds / done.steps)
 
     def propose(
         self, round: int, samples: int, elapsed_seconds: float, ready: Collection[str] | None
@@ -239,14 +251,22 @@ class Controller:
         self._rounds_here, self._on_trial = 0, decision.kind == "trial"
         self._switch_seconds += _SWITCH_MEMORY * (seconds - self._switch_seconds)
 
-    def refuse(self, name: str, reason: str) -> None:
-        """With all that are expected to take as much memory, if it ran out of that."""
+    def refuse(self, name: str, reason: str, out_of_memory: bool = False) -> None:
+        """If it ran out of memory, with all that are expected to take as much and never ran."""
         self._refused[name] = reason
-        if "memory" in reason:
+        if out_of_memory:
             size = self._candidates[name].memory_bytes
             for other, candidate in self._candidates.items():
-                if candidate.memory_bytes >= size and other != str(self.strategy):
+                fits = other == str(self.strategy) or self._speed.timed(other)
+                if candidate.memory_bytes >= size and not fits:
                     self._refused.setdefault(other, f"needs as much memory as {name}, or more")
+        if name == str(self.strategy):
+            options = self._options()
+            if not options:
+                raise ValueError(f"no strategy can run here; the last, {name}: {reason}")
+            found = self.noise.estimate()
+            noise = min(self._config.global_batches) if found is None else found.low
+            self.strategy = self._candidates[best(options, noise).name].strategy
 
     def describe(self) -> str:
         """A line on what there is to choose from."""
@@ -255,11 +275,6 @@ class Controller:
             f"{len(self._candidates):,} strategies with batches of {batches[0]} to {batches[-1]} "
             f"sequences; begins with {self.strategy}"
         )
-
-    @property
-    def refused(self) -> dict[str, str]:
-        """Strategies that are out, with reasons."""
-        return dict(self._refused)
 
     def likely(self) -> list[Strategy]:
         """The neighbours, by noise, of the strategy in force, among those that are ever best; then
@@ -280,6 +295,7 @@ class Controller:
     def state(self) -> dict[str, Any]:
         return {
             "strategy": str(self.strategy),
+            "samples": self._samples,
             "previous": self._previous,
             "rounds_here": self._rounds_here,
             "on_trial": self._on_trial,
@@ -291,14 +307,20 @@ class Controller:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """ValueError where the strategy in force then can no longer be."""
+        """ValueError where the strategy in force then can no longer be, or the state is of a run
+        that went by another way."""
+        if "speed" not in state:
+            raise ValueError(
+                "the checkpoint is of a run without cona, and the config has it; resume with the "
+                "config that wrote it, or with --strategy"
+            )
         if state["strategy"] not in self._candidates:
             raise ValueError(
                 f"the run was under {state['strategy']}, which does not fit these devices; resume "
                 "on as many as before, or with --strategy"
             )
         self.strategy = self._candidates[state["strategy"]].strategy
-        self._previous = state["previous"]
+        self._samples, self._previous = state["samples"], state["previous"]
         self._rounds_here, self._on_trial = state["rounds_here"], state["on_trial"]
         self._switch_seconds = state["switch_seconds"]
         self._trial_seconds = state["trial_seconds"]

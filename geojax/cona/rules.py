@@ -116,9 +116,3 @@ def beta2_for(beta2: float, batch: int, base_batch: int) -> float:
     """Adam's second-moment decay a step, with the half-life in samples that it has at
     `base_batch`."""
     return beta2 ** (batch / base_batch)
-
-
-def decay_factor(batch: int, base_batch: int, rate_factor: float) -> float:
-    """The factor on weight decay that keeps decay a sample, learning rate x decay / batch, as
-    tuned at `base_batch`, when the learning rate is multiplied by `rate_factor`."""
-    return batch / base_batch / rate_factor

@@ -61,6 +61,10 @@ class SpeedBelief:
             self._scatter = ((square * count + off) / (count + 1), count + 1)
         self._timed[name] = ((mean * rounds + residual) / (rounds + 1), rounds + 1)
 
+    def timed(self, name: str) -> bool:
+        """Whether it ran."""
+        return name in self._timed
+
     def of(self, names: Sequence[str], reference: str) -> Speeds:
         """Seconds a step of `names`, and how sure they are against `reference`."""
         seen = list(self._timed)

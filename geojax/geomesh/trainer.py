@@ -348,6 +348,7 @@ class Trainer:
         }
         if self.config.cona:
             line |= {"strategy": str(self.plan), "noise": noise_record(self._planner.watch)}
+        line["samples"] = position.cursor
         self._metrics.write("round", **line)
         console.round_line(line, records)
         limit = self.config.train.anomalies.max_lost_rounds

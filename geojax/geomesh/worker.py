@@ -91,7 +91,7 @@ class Worker:
         if program is not before:
             state = before.host(self.state)
             del self.state
-            self.state = program.recount(program.put_state(state), before)
+            self.state = program.carry_over(program.put_state(state), before.strategy.global_batch)
         self.compile()
 
     def begin_round(self) -> None:

@@ -38,13 +38,13 @@ class Stay:
 
 def stays(run: Run) -> list[Stay]:
     """In order; one for a run that never changed its strategy."""
-    switches = iter(run.switches)
+    reasons = {r["round"]: r["why"] for r in run.switches}
     found: list[Stay] = []
     begin = 0
     rounds: list[Record] = []
 
     def close() -> None:
-        why = next(switches)["why"] if found else ""
+        why = reasons.get(rounds[0]["round"] - 1, "") if found else ""
         noise = [(r.get("noise") or {}).get("value") for r in (rounds[0], rounds[-1])]
         found.append(
             Stay(
@@ -91,11 +91,10 @@ def chain_table(run: Run) -> Table:
 
 def chain_notes(run: Run) -> list[str]:
     """What switching cost, which strategies could not run, and whether a replay agrees."""
-    switches = run.switches
-    refused, decisions = (_records(run, kind) for kind in ("refused", "decision"))
+    switches, refused, decisions = run.switches, run.refused, _records(run, "decision")
     notes = []
     if switches:
-        seconds = sum(r["switch_seconds"] for r in switches)
+        seconds = sum(r["switch_seconds"] for r in (*switches, *refused))
         kinds = [r["decision"] for r in switches]
         counted = ", ".join(f"{kinds.count(k)} {k}" for k in dict.fromkeys(kinds))
         share = format_share(seconds / run.seconds if run.seconds else 0.0)
@@ -112,10 +111,9 @@ def chain_notes(run: Run) -> list[str]:
 
 
 def _replayed(run: Run, decisions: Sequence[Record]) -> list[bool]:
-    config = json.loads((run.folder / "config.json").read_text())
-    cona = TypeAdapter(ConaConfig).validate_json(json.dumps(config["cona"]))
-    scaling = config["scaling"] and TypeAdapter(ScalingConfig).validate_json(
-        json.dumps(config["scaling"])
+    cona = TypeAdapter(ConaConfig).validate_json(json.dumps(run.start["cona"]))
+    scaling = run.start["scaling"] and TypeAdapter(ScalingConfig).validate_json(
+        json.dumps(run.start["scaling"])
     )
     rule = scaling.rate_rule() if scaling else None
     return [recorded == again for recorded, again in replay(decisions, cona, rule)]

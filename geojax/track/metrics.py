@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's `metrics.jsonl`: one strict JSON object a line, with the field `kind`.
 
-Kinds are `start`, `slice`, `round`, `eval` and `end`; all but `start` carry the number of their
-`round`. Invariant: whatever kills a run, its file holds whole records, but for a last line without
-its newline, which readers pass over and the next writer removes.
+Kinds are `start`, `slice`, `round`, `eval` and `end`, and where strategies change `decision` (of
+slices: `plan`), `switch` and `refused`; all but `start` carry the number of their `round`.
+Invariant: whatever kills a run, its file holds whole records, but for a last line without its
+newline, which readers pass over and the next writer removes.
 """
 
 import json

@@ -75,8 +75,8 @@ def report(
         if _chained(run):
             console.print(Text(f"\n{name}: its chain of strategies", style="bold"))
             console.print(chain_table(run))
-            for note in chain_notes(run):
-                console.print(Text(note))
+        for note in chain_notes(run):
+            console.print(Text(f"{name}: {note}"))
 
     written = []
     if out is not None:

@@ -49,6 +49,8 @@ class Run:
     """None for a run that goes on or was killed."""
     switches: tuple[Record, ...] = ()
     """Of strategy, each after the round it names."""
+    refused: tuple[Record, ...] = ()
+    """Strategies that could not run, tried after the round they name."""
 
     @property
     def seconds(self) -> float:
@@ -116,6 +118,7 @@ def load_run(folder: Path | str) -> Run:
         evals=tuple(by_kind["eval"]),
         end=records[-1] if records[-1]["kind"] == "end" else None,
         switches=tuple(r for r in by_kind["switch"] if r["round"] in finished),
+        refused=tuple(r for r in by_kind["refused"] if r["round"] in finished),
     )
 
 
@@ -126,7 +129,7 @@ def check_accounting(run: Run) -> None:
     and switches between them to the run, all within 1e-6 of the value.
     """
     switched = defaultdict(float)
-    for record in run.switches:
+    for record in (*run.switches, *run.refused):
         switched[record["round"]] += record["switch_seconds"]
     slices = defaultdict(list)
     for record in run.slices:

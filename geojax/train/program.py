@@ -97,7 +97,8 @@ class Program:
     @property
     def wants_probes(self) -> bool:
         """Whether noise is measured, and of the whole gradient only by probes."""
-        return self.task.noise is not None and self.parts < 2
+        one_part = self.parts < 2 and self.strategy.global_batch > 1
+        return self.task.noise is not None and one_part
 
     @cached_property
     def state_shardings(self) -> TrainState:
@@ -244,24 +245,33 @@ class Program:
         return loop(state, chunk, *(t(x) for t, x in zip(types, numbers, strict=True)))
 
     def rehearse(self, state: TrainState, steps: int) -> TrainState:
-        """`state`, after no step: whatever memory a step needs is taken, and must be there."""
-        lead = (steps, self.strategy.global_batch)
-        chunk = self.put_chunk(empty_batch(lead, self.task.seq_len))
-        return jax.block_until_ready(self.run(state, chunk, 0, 0.0, 0.0, 0)[0])
+        """`state`, after no step of chunks of `steps`, and no probe where there will be any:
+        whatever memory these need is taken, and must be there."""
+        for length, probe in ((steps, False), (1, True))[: 1 + self.wants_probes]:
+            lead = (length, len(self.local_sequences or range(self.strategy.global_batch)))
+            chunk = self.put_chunk(empty_batch(lead, self.task.seq_len))
+            state, _ = self.run(state, chunk, 0, 0.0, 0.0, 0, probe=probe)
+            state = jax.block_until_ready(state)
+        return state
 
-    def recount(self, state: TrainState, before: "Program") -> TrainState:
-        """`state` with Adam's count of steps by samples, where its memory goes by samples.
+    def carry_over(self, state: TrainState, batch: int) -> TrainState:
+        """`state` after steps of `batch` sequences, for steps of this program's, where Adam's
+        memory goes by samples.
 
-        Its moments start at 0, and are divided by the weight of what they have seen: a count that
-        stays would make too little of steps of another batch. It is never lowered.
+        Adam divides its moments, which start at 0, by the weight of what they have seen so far,
+        1 - b2^steps. Under another b2 that weight is another one: the second moment is scaled, so
+        that what Adam makes of it stays the same.
         """
-        old, new = before.strategy.global_batch, self.strategy.global_batch
-        if self.task.base_batch is None or old <= new or self.task.train.optimizer.name != "adamw":
+        before, after = (self.task.optimizer(b).b2 for b in (batch, self.strategy.global_batch))
+        if before == after or self.task.train.optimizer.name != "adamw":
             return state
-        count = optax.tree_utils.tree_get(state.opt_state, "count")
-        steps = min(-(-int(count) * old // new), 2**31 - 1)
-        recounted = jax.device_put(np.int32(steps), count.sharding)
-        return replace(state, opt_state=optax.tree_utils.tree_set(state.opt_state, count=recounted))
+        steps = int(optax.tree_utils.tree_get(state.opt_state, "count"))
+        if not steps or before is None or after is None:
+            return state
+        factor = np.float32((1 - after**steps) / (1 - before**steps))
+        moment = optax.tree_utils.tree_get(state.opt_state, "nu")
+        scaled = jax.tree.map(lambda x: x * factor, moment)
+        return replace(state, opt_state=optax.tree_utils.tree_set(state.opt_state, nu=scaled))
 
     def evaluate(
         self, params: Params, batches: Callable[[int], Iterable[Batch]], rows: int
@@ -341,7 +351,7 @@ class Programs:
         return self.prefetch(strategy).result()
 
     def prefetch(self, strategy: Strategy) -> "Future[Program]":
-        """Compile in the background, beside whatever runs; a failure is forgotten once raised."""
+        """Compile in the background, beside whatever runs; what failed is tried again."""
         with self._lock:
             found = self._programs.get(strategy)
             if found is None or (found.done() and found.exception()):
@@ -366,6 +376,16 @@ class Programs:
             error = future.exception() if future.done() else None
             found[strategy] = error if isinstance(error, Exception) else future.done()
         return found
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being compiled."""
+        with self._lock:
+            return not all(future.done() for future in self._programs.values())
+
+    def close(self) -> None:
+        """Drop what waits to be compiled."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, strategy: Strategy) -> Program:
         program = Program(self.task, strategy, self.devices)

@@ -9,34 +9,41 @@ strategy that turns out not to run here costs the switch to it, and no step.
 import threading
 import time
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
-import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
-from geojax.cona.controller import Controller, Round
+from geojax.cona.controller import Round
 from geojax.cona.decision import Decision, record
-from geojax.cona.noise import Moments
 from geojax.config import ConfigError, LostRunError, RunConfig, RunError, require
 from geojax.data import Corpus, TrainSequences, ValidSequences
 from geojax.meshes.gradient import gradient_parts
-from geojax.meshes.reshard import bring_back, keep_copy, reshard
+from geojax.meshes.reshard import reshard
 from geojax.meshes.strategy import Strategy, parse_strategy
 from geojax.platform import Watchdog, detect_gpu, mfu
 from geojax.track.console import (
     RunConsole,
-    format_bytes,
-    format_count,
     format_seconds,
-    format_share,
 )
-from geojax.track.environment import machine, versions
 from geojax.track.metrics import MetricsWriter
+from geojax.train.about import batches, describe, start_record
+from geojax.train.agree import FAILED, NO_MEMORY, READY, anyone, first_says
 from geojax.train.checkpoint import Checkpoints
+from geojax.train.engine import Engine
 from geojax.train.evaluate import evaluation_record
 from geojax.train.origin import check_origin, origin
-from geojax.train.program import Programs, Task
+from geojax.train.program import Program, Task
+from geojax.train.rounds import (
+    ALONE,
+    Partial,
+    Sums,
+    add,
+    partial_record,
+    read_partial,
+    sums_of,
+    work_record,
+)
 from geojax.train.steering import (
     devices_for,
     local_strategy,
@@ -89,7 +96,7 @@ class Trainer:
         self._stop, self._watchdog = stop, watchdog
         data, devices = config.data, devices_for(config)
         self._pilot, self._timer = make_pilot(config, devices), step_timer(config)
-        corpus.require_batch(max(_batches(config)))
+        corpus.require_batch(max(batches(config)))
         self._sequences = TrainSequences(
             corpus, data.seq_len, data.seed, data.document_mask, data.masking
         )
@@ -108,27 +115,58 @@ class Trainer:
             config.measured_noise.metric if config.measured_noise else None,
             config.scaling.base_batch if config.scaling else None,
         )
-        chunk_steps = min(_CHUNK_STEPS, config.train.round_steps)
-        self._programs = Programs(task, devices, chunk_steps)
+        self._engine = Engine(task, devices, min(_CHUNK_STEPS, config.train.round_steps))
+        self._partial: Partial | None = None
         self.resumed = not checkpoints.empty
         meta = checkpoints.meta() if self.resumed else {}
-        if self.resumed:
-            check_origin(meta, config, corpus)
-            self.position = Position(**meta["position"])
-            try:
-                self._pilot.restore(meta["pilot"])
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
-        self._program = self._programs.get(self._local(self._pilot.strategy))
-        self._state = self._restored(meta) if self.resumed else self._fresh()
-        self._state = self._program.rehearse(self._state, self._programs.steps)
-        self._ran = {self._program.strategy}
+        before = self._take_up(meta) if self.resumed else None
+        refused = self._begin(meta)
         if metrics and self.resumed:
             metrics.rewind(self.position.round)
         elif metrics:
             metrics.clear()
-            metrics.write("start", **self._start_record())
+            metrics.write("start", **start_record(config, self._pilot.strategy))
         self._resumed_at = time.perf_counter()
+        now = str(self._pilot.strategy)
+        if before is not None and before != now:
+            if self._partial:  # its round ends here
+                self._close(self._partial, parse_strategy(before), None)
+            why = "the run goes on so from here" if not refused else "the other cannot run here"
+            self._write_switch(before, now, 0.0, "resume", why)
+        for name, reason in refused:
+            self._write("refused", strategy=name, why=reason, switch_seconds=0.0)
+
+    def _take_up(self, meta: dict[str, Any]) -> str:
+        """Where the run was, by its checkpoint; the strategy then."""
+        check_origin(meta, self.config, self._corpus)
+        require(
+            "pilot" in meta,
+            "the checkpoint is of a version that knew one strategy a run; convert its weights with "
+            "`geojax convert` and start a new run with --init",
+        )
+        self.position = Position(**meta["position"])
+        try:
+            self._pilot.restore(meta["pilot"])
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        before = meta["pilot"]["strategy"]
+        self._partial = read_partial(meta["partial"])
+        return before
+
+    def _begin(self, meta: dict[str, Any]) -> list[tuple[str, str]]:
+        """Program and state; strategies that turned out not to run here, with reasons."""
+        refused = []
+        make = partial(self._restored, meta) if meta else self._fresh
+        while True:
+            name = str(self._pilot.strategy)
+            code, why = self._engine.begin(self._local(self._pilot.strategy), make)
+            if code == READY:
+                return refused
+            try:
+                self._pilot.refuse(name, why, out_of_memory=code == NO_MEMORY and not self._timer)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+            refused.append((name, why))
 
     @property
     def tokens(self) -> int:
@@ -137,54 +175,16 @@ class Trainer:
 
     def describe(self) -> list[tuple[str, str]]:
         """What the run derived from its config, as (label, value)."""
-        config, strategy = self.config, self._pilot.strategy
-        seq_len, total = config.data.seq_len, config.train.total_tokens
-        step_tokens = strategy.global_batch * seq_len
-        flops = config.model.train_flops_per_token(seq_len)
-        return [
-            (
-                "model",
-                f"{format_count(config.model.num_params)} parameters, {config.model.family}; "
-                f"{flops * total / 1e12:.3g} TFLOP for {format_count(total)} tokens "
-                f"({total / config.model.num_params:.1f} a parameter)",
-            ),
-            (
-                "strategy",
-                f"{strategy}: {strategy.devices} devices, {strategy.micro_batches} micro-batches, "
-                f"bubble {format_share(strategy.bubble)}",
-            ),
-            (
-                "step",
-                f"{strategy.global_batch} sequences of {seq_len}, {format_count(step_tokens)} "
-                f"tokens, {flops * step_tokens / 1e12:.3g} TFLOP; {-(-total // step_tokens)} steps",
-            ),
-            ("state", f"{format_bytes(self._program.state_bytes)} a device"),
-            *self._steering_rows(),
-            ("clock", self._clock_row()),
-        ]
-
-    def _steering_rows(self) -> list[tuple[str, str]]:
-        if isinstance(self._pilot, Controller):
-            return [("cona", self._pilot.describe())]
-        if self.config.chain:
-            legs = ", ".join(
-                f"{c.strategy} from {format_count(c.tokens)}" for c in self.config.chain
-            )
-            return [("chain", f"{legs} tokens")]
-        return []
-
-    def _clock_row(self) -> str:
-        clock = self.config.clock
-        if not self._timer:
-            return "measured: wall time of steps"
-        model = clock.model or self.config.name
-        return (
-            f"modelled: steps of {model} on {clock.nodes} x {clock.gpus_per_node} {clock.gpu}; the "
-            "steps themselves run here on one device"
-        )
+        return describe(self.config, self._pilot, self._engine.program)
 
     def run(self, console: RunConsole) -> bool:
         """Train to the end; False if it was stopped before. Either way the state is saved."""
+        try:
+            return self._run(console)
+        finally:
+            self._engine.programs.close()
+
+    def _run(self, console: RunConsole) -> bool:
         config, position = self.config, self.position
         total = config.train.total_tokens
         if not self.resumed:
@@ -195,10 +195,12 @@ class Trainer:
             stopped = self._stopped()
             every, interval = config.eval.every_tokens, config.checkpoint.every_rounds
             ended = self.tokens >= total
-            if ended or (every and self.tokens // every > before // every):
-                self._evaluation(console)
-            if not (ended or stopped):
-                self._steer(console)
+            if self._partial is None:
+                if ended or (every and self.tokens // every > before // every):
+                    self._evaluation(console)
+                if not ended:
+                    with self._watchdog.pause():
+                        self._steer(console)
             if ended or stopped or (interval and position.round % interval == 0):
                 self._save()
             if stopped and not ended:
@@ -209,73 +211,82 @@ class Trainer:
         return True
 
     def _round(self, console: RunConsole) -> None:
-        """A round of steps, cut short by the end of the run or of a leg, or by a stop."""
-        config, position, pilot = self.config, self.position, self._pilot
-        batch, seq_len = self._program.strategy.global_batch, config.data.seq_len
-        total = config.train.total_tokens
-        left = -(-(total - self.tokens) // (batch * seq_len))
-        border = pilot.samples_left(position.cursor)
-        left = left if border is None else min(left, -(-border // batch))
-        steps = min(config.train.round_steps, left)
-        span = (self.tokens / total, batch * seq_len / total, pilot.scale())
-        started, probes = time.perf_counter(), int(self._probe_due(steps))
-        sums = self._steps(range(probes), span, probe=True)
+        """A round of steps, cut short by the end of the run or of a leg; what is left of it, where
+        a stop interrupted it before. Stopped itself, it leaves `_partial`."""
+        part = self._partial or self._new_round()
+        programs, sums = self._engine.programs, part.sums
+        started, disturbed = time.perf_counter(), programs.busy
+        if sums.done < part.probes:
+            sums = add(sums, self._steps(range(part.probes), part.span, probe=True))
         probed = time.perf_counter()
-        if steps > probes and not (probes and self._stopped()):
-            sums = _add(sums, self._steps(range(probes, steps), span))
-        done = sums.done
-        seconds = self._agreed(time.perf_counter() - started)
-        pace_seconds = self._agreed(time.perf_counter() - probed)
+        if sums.done < part.steps and not self._stopped():
+            sums = add(sums, self._steps(range(sums.done, part.steps), part.span))
+        ended = time.perf_counter()
+        part = part._replace(
+            sums=sums,
+            seconds=part.seconds + first_says(ended - started),
+            pace_seconds=part.pace_seconds + first_says(ended - probed),
+            disturbed=part.disturbed or anyone(disturbed or programs.busy),
+        )
+        self._partial = part
+        if part.sums.done == part.steps:
+            self._close(part, self._pilot.strategy, console)
+
+    def _new_round(self) -> Partial:
+        program = self._engine.program
+        batch, seq_len = program.strategy.global_batch, self.config.data.seq_len
+        total, cursor = self.config.train.total_tokens, self.position.cursor
+        left = -(-(total - self.tokens) // (batch * seq_len))
+        border = self._pilot.samples_left(cursor)
+        left = left if border is None else min(left, -(-border // batch))
+        steps = min(self.config.train.round_steps, left)
+        span = (self.tokens / total, batch * seq_len / total, self._pilot.scale())
+        return Partial(steps, span, int(program.wants_probes and self._probe_due(steps)))
+
+    def _close(self, part: Partial, strategy: Strategy, console: RunConsole | None) -> None:
+        """Accounts of a round that has ended; no console: before its time, as another strategy
+        goes on."""
+        config, position, pilot = self.config, self.position, self._pilot
+        batch, seq_len, sums = strategy.global_batch, config.data.seq_len, part.sums
+        self._partial, done, seconds = None, sums.done, part.seconds
+        pace_seconds = part.pace_seconds
         if self._timer:
-            step_seconds = self._timer(pilot.strategy)
-            pace_seconds = (done - probes) * step_seconds
-            # A probe takes twice as long, under strategies that need it for their noise.
-            extra = probes and gradient_parts(pilot.strategy) < 2
-            seconds = (done + extra) * step_seconds
-        nats, tokens, norms, good, skipped = sums.numbers
+            step_seconds = self._timer(strategy)
+            pace_seconds = (done - part.probes) * step_seconds
+            # Here every step tells its noise; there a probe would, in twice the time.
+            probes = int(gradient_parts(strategy) < 2 and self._probe_due(part.steps))
+            seconds = (done + probes) * step_seconds
+        good, skipped = sums.numbers[3:]
         position.round += 1
         position.step += done
         position.cursor += done * batch
         position.seconds += seconds
         position.lost_rounds = 0 if good else position.lost_rounds + 1
-        pilot.observe(position.cursor, Round(done - probes, pace_seconds, sums.noise))
-        speed = done * batch * seq_len / seconds
-        kind = self._program.devices[0].device_kind
-        work = {
-            "slice": "all",
-            "batch": batch,
-            "steps": done,
-            "tokens": int(tokens),
-            "loss": nats / tokens if tokens else None,
-            "grad_norm": norms / good if good else None,
-            "skipped": int(skipped),
-            "merged": True,
-            "compute_seconds": seconds,
-            **{f"{part}_seconds": 0.0 for part in ("straggler", "wan", "outer")},
-            **{f"{kind}_bytes": 0 for kind in ("payload", "wire", "sent")},
-            "captured_energy": None,
-        }
-        devices = len(self._program.devices)
-        record = {
+        if console:
+            made = Round(done - part.probes, pace_seconds, sums.noise, part.disturbed)
+            pilot.observe(position.cursor, made)
+        speed, share = done * batch * seq_len / seconds, None
+        if not self._timer:
+            devices = self._engine.program.devices
+            kind = detect_gpu(devices[0].device_kind)
+            share = mfu(speed, config.model, seq_len, len(devices), kind)
+        work = work_record(sums, batch, seconds)
+        line = ALONE | {
             "round_seconds": seconds,
-            "payload_bytes": 0,
-            "payload_ratio": None,
-            "wire_bytes": 0,
-            "sign_agreement": None,
             "step": position.step,
             "samples": position.cursor,
-            "strategy": str(pilot.strategy),
-            "rate_scale": span[2],
+            "strategy": str(strategy),
+            "rate_scale": part.span[2],
             "noise": noise_record(pilot.noise),
             "tokens_per_second": speed,
-            "mfu": None
-            if self._timer
-            else mfu(speed, config.model, seq_len, devices, detect_gpu(kind)),
+            "mfu": share,
             "wall_seconds": self._wall_seconds(),
         }
         self._write("slice", **work)
-        self._write("round", seconds=position.seconds, tokens=self.tokens, **record)
-        console.step_line(record | {"tokens": self.tokens}, work)
+        self._write("round", seconds=position.seconds, tokens=self.tokens, **line)
+        if console is None:
+            return
+        console.step_line(line | {"tokens": self.tokens}, work)
         if skipped:
             console.warn(
                 f"round {position.round}: skipped {skipped:.0f} of {done} steps (loss or gradient "
@@ -289,43 +300,39 @@ class Trainer:
                 "resume, or start anew"
             )
 
-    def _steps(
-        self, steps: range, span: tuple[float, float, float], probe: bool = False
-    ) -> "_Sums":
-        """Some of a round's steps; `span`: progress at its beginning and a step, and the scale of
-        the rate."""
-        program, position = self._program, self.position
-        batch, chunk_steps = program.strategy.global_batch, 1 if probe else self._programs.steps
-        begin, stride, scale = span
-        total, running, done = _Sums(0, np.zeros(5), {}), list[StepStats](), steps.start
+    def _steps(self, steps: range, span: tuple[float, float, float], probe: bool = False) -> Sums:
+        """Some of a round's steps; `span` as in Partial."""
+        engine, position = self._engine, self.position
+        program, done = engine.program, steps.start
+        batch, (begin, stride, scale) = program.strategy.global_batch, span
+        total, running = Sums(0, np.zeros(5), {}), list[StepStats]()
         pieces = self._sequences.chunks(
             position.cursor + done * batch,
             len(steps),
             batch,
-            chunk_steps,
+            1 if probe else engine.programs.steps,
             rows=program.local_sequences,
         )
-        for piece, real in pieces if steps else ():
+        for piece, real in pieces:
             chunk = program.put_chunk(piece)
-            self._state, stats = program.run(
-                self._state, chunk, real, begin, stride, done, scale, probe
+            engine.state, stats = program.run(
+                engine.state, chunk, real, begin, stride, done, scale, probe
             )
             done += real
             running.append(stats)
             if len(running) > 1:  # the devices never wait for the host between two chunks
-                total = _add(total, _sums(0, running.pop(0)))
+                total = add(total, sums_of(running.pop(0)))
                 self._watchdog.beat(f"round {position.round + 1} step {position.step + done}")
             if self._stopped():
                 break
         for stats in running:
-            total = _add(total, _sums(0, stats))
+            total = add(total, sums_of(stats))
+            self._watchdog.beat(f"round {position.round + 1} step {position.step + done}")
         return total._replace(done=done - steps.start)
 
     def _probe_due(self, steps: int) -> bool:
-        watch, step = self._pilot.noise, self.position.step
-        if watch is None or not self._program.wants_probes:
-            return False
-        return -step % watch.config.probe_steps < steps
+        watch = self._pilot.noise
+        return watch is not None and -self.position.step % watch.config.probe_steps < steps
 
     def _steer(self, console: RunConsole) -> None:
         """Ask the pilot, and do what it says."""
@@ -337,75 +344,43 @@ class Trainer:
             if situation:
                 self._write("decision", **record(situation, decision))
             if decision.kind == "prepare":
-                self._programs.prefetch(self._local(parse_strategy(decision.to)))
+                self._engine.programs.prefetch(self._local(parse_strategy(decision.to)))
             if decision.kind in ("keep", "prepare"):
                 break
             if self._switch(decision, console):
                 break
         if not self._timer:
             for strategy in pilot.likely():
-                self._programs.prefetch(strategy)
+                self._engine.programs.prefetch(strategy)
 
     def _ready(self, console: RunConsole) -> list[str] | None:
         """Strategies whose programs are compiled in all processes; those that cannot be are
         refused. None under the modelled clock, which counts no compiling."""
         if self._timer:
             return None
-        found = self._programs.found()
-        names = sorted(found, key=str)
-        codes = np.array([2 if isinstance(found[s], Exception) else found[s] for s in names], int)
-        if jax.process_count() > 1 and names:
-            every = multihost_utils.process_allgather(codes)
-            codes = np.where((every == 2).any(0), 2, every.min(0))
-        for strategy, code in zip(names, codes, strict=True):
-            if code == 2:
-                self._refuse(str(strategy), found[strategy], console)
-                self._programs.forget(strategy)
-        return [str(s) for s, code in zip(names, codes, strict=True) if code == 1]
+        ready = []
+        for strategy, code, why in self._engine.standing():
+            if code == FAILED:
+                self._refuse(str(strategy), why, False, 0.0, console)
+            elif code == READY:
+                ready.append(str(strategy))
+        return ready
 
     def _switch(self, decision: Decision, console: RunConsole) -> bool:
         """To the decision's strategy; False where it does not run here, and all is as it was."""
-        started, before = time.perf_counter(), self._program
-        target = self._local(parse_strategy(decision.to))
-        error: Exception | None = None
-        try:
-            self._program = self._programs.get(target)
-        except Exception as failure:  # whatever the compiler raises
-            error = failure
-        if self._agree(error):
-            self._program = before
-            self._refuse(decision.to, error, console)
-            return False
-        if target != before.strategy:
-            # A program that never ran may run out of memory, after the old state has gone.
-            kept = None if target in self._ran else keep_copy(self._state)
-            try:
-                taken = [self._state]
-                del self._state
-                self._state = self._program.move(taken, before)
-                if kept is not None:
-                    self._state = self._program.rehearse(self._state, self._programs.steps)
-            except jax.errors.JaxRuntimeError as failure:
-                error = failure
-            if kept is not None and self._agree(error):
-                self._state = bring_back(kept)
-                self._program = before
-                self._refuse(decision.to, error, console)
-                return False
-            if error:
-                raise error
-            self._ran.add(target)
-            self._state = self._program.recount(self._state, before)
-        seconds = self._agreed(time.perf_counter() - started)
+        started = time.perf_counter()
+        code, why = self._engine.switch(self._local(parse_strategy(decision.to)))
+        seconds = first_says(time.perf_counter() - started)
         if self._timer:
             seconds = self.config.clock.switch_seconds
         self.position.seconds += seconds
-        self._write(
-            "switch",
-            **{"from": str(self._pilot.strategy), "to": decision.to, "switch_seconds": seconds},
-            why=decision.reason,
-            decision=decision.kind,
-        )
+        if code != READY:
+            # Under the modelled clock memory ran out here, and not on the GPUs that are modelled.
+            out_of_memory = code == NO_MEMORY and not self._timer
+            self._refuse(decision.to, why, out_of_memory, seconds, console)
+            return False
+        present = str(self._pilot.strategy)
+        self._write_switch(present, decision.to, seconds, decision.kind, decision.reason)
         console.note(
             f"round {self.position.round}: {decision.kind} to {decision.to} in "
             f"{format_seconds(seconds)}: {decision.reason}"
@@ -413,14 +388,17 @@ class Trainer:
         self._pilot.switched(decision, seconds)
         return True
 
-    def _refuse(self, name: str, error: object, console: RunConsole) -> None:
-        reason = " ".join(str(error or "another process could not").split())[:200]
-        if "RESOURCE_EXHAUSTED" in reason:
-            reason = f"out of memory ({reason})"
-        self._write("refused", strategy=name, why=reason)
+    def _write_switch(self, old: str, new: str, seconds: float, kind: str, why: str) -> None:
+        places = {"from": old, "to": new}
+        self._write("switch", **places, switch_seconds=seconds, decision=kind, why=why)
+
+    def _refuse(
+        self, name: str, reason: str, out_of_memory: bool, seconds: float, console: RunConsole
+    ) -> None:
+        self._write("refused", strategy=name, why=reason, switch_seconds=seconds)
         console.warn(f"{name} cannot run here, and is left out from now on: {reason}")
         try:
-            self._pilot.refuse(name, reason)
+            self._pilot.refuse(name, reason, out_of_memory)
         except ValueError as failure:
             self._save()
             raise RunError(f"{failure}; the run is saved") from failure
@@ -428,29 +406,15 @@ class Trainer:
     def _local(self, strategy: Strategy) -> Strategy:
         return local_strategy(self.config, strategy)
 
-    def _agreed(self, seconds: float) -> float:
-        """The first process's measurement, in all of them."""
-        if jax.process_count() == 1:
-            return seconds
-        return float(multihost_utils.broadcast_one_to_all(np.float32(seconds)))
-
-    def _agree(self, error: Exception | None) -> bool:
-        """Whether any process has an error."""
-        if jax.process_count() == 1:
-            return error is not None
-        return bool(multihost_utils.process_allgather(np.array(error is not None)).any())
-
     def _stopped(self) -> bool:
         """Whether any process was told to stop; the same answer in all of them."""
-        if jax.process_count() == 1:
-            return self._stop.is_set()
-        return bool(multihost_utils.process_allgather(np.array(self._stop.is_set())).any())
+        return anyone(self._stop.is_set())
 
     def _evaluation(self, console: RunConsole) -> None:
         config = self.config.eval
         with self._watchdog.pause():
-            result = self._program.evaluate(
-                self._state.params,
+            result = self._engine.program.evaluate(
+                self._engine.state.params,
                 lambda rows: self._valid.batches(rows, config.sequences, config.first),
                 config.batch,
             )
@@ -465,46 +429,32 @@ class Trainer:
         console.eval_line(record)
 
     def _save(self) -> None:
-        order = self._program.order
+        program = self._engine.program
+        order = program.order
         meta = origin(self.config, self._corpus) | {
             "position": asdict(self.position) | {"wall_seconds": self._wall_seconds()},
             "pilot": self._pilot.state(),
+            "batch": program.strategy.global_batch,
+            "partial": partial_record(self._partial),
             "layer_order": None if order is None else order.tolist(),
         }
         with self._watchdog.pause():
-            self._checkpoints.save({"state": self._state}, meta)
+            self._checkpoints.save({"state": self._engine.state}, meta)
 
-    def _fresh(self) -> TrainState:
-        config, program = self.config, self._program
+    def _fresh(self, program: Program) -> TrainState:
+        config = self.config
         if not config.init:
             return program.init(config.seed)
         params = read_init(config.init, config.model)
         return program.put_state(init_state(params, config.train))
 
-    def _restored(self, meta: dict[str, Any]) -> Any:
-        program = self._program
+    def _restored(self, meta: dict[str, Any], program: Program) -> Any:
         state, _ = self._checkpoints.restore({"state": program.abstract_state})
         before = meta["layer_order"]
         taken = [state.pop("state")]
         order = None if before is None else np.array(before)
-        return reshard(taken, program.state_shardings, order, program.order)
-
-    def _start_record(self) -> dict[str, Any]:
-        config, strategy = self.config, self._pilot.strategy
-        return {
-            "method": config.name,
-            "clock": config.clock.kind,
-            "seed": config.seed,
-            "params": config.model.num_params,
-            "clocked_params": config.clocked_model().num_params,
-            "strategy": str(strategy),
-            "tokens_per_round": strategy.global_batch
-            * config.data.seq_len
-            * config.train.round_steps,
-            "total_tokens": config.train.total_tokens,
-            "versions": versions(),
-            "machine": machine(),
-        }
+        state = reshard(taken, program.state_shardings, order, program.order)
+        return program.carry_over(state, meta["batch"])
 
     def _write(self, kind: str, **fields: Any) -> None:
         if self._metrics:
@@ -513,37 +463,3 @@ class Trainer:
 
     def _wall_seconds(self) -> float:
         return self.position.wall_seconds + time.perf_counter() - self._resumed_at
-
-
-class _Sums(NamedTuple):
-    """Of steps, on the host."""
-
-    done: int
-    numbers: np.ndarray
-    """nats, tokens, gradient norms, good steps, skipped ones."""
-    noise: dict[str, Moments]
-
-
-def _sums(done: int, stats: StepStats) -> _Sums:
-    """Waits for the steps."""
-    stats = jax.device_get(stats)
-    noise = {source: Moments(*map(float, moments)) for source, moments in stats.noise.items()}
-    return _Sums(done, np.array([float(x) for x in stats[:5]]), noise)
-
-
-def _add(a: _Sums, b: _Sums) -> _Sums:
-    noise = dict(a.noise)
-    for source, moments in b.noise.items():
-        noise[source] = jax.tree.map(float.__add__, noise.get(source, _NOTHING), moments)
-    return _Sums(a.done + b.done, a.numbers + b.numbers, noise)
-
-
-_NOTHING = Moments(*[0.0] * len(Moments._fields))
-
-
-def _batches(config: RunConfig) -> list[int]:
-    """Sequences a step that the run may take."""
-    if config.cona:
-        return list(config.cona.global_batches)
-    texts = [config.strategy] if config.strategy else [leg.strategy for leg in config.chain]
-    return [parse_strategy(text).global_batch for text in texts]

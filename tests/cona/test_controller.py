@@ -166,8 +166,8 @@ def test_out_of_memory_takes_all_that_need_as_much_out():
     present = str(controller.strategy)
     size = {str(c.strategy): c.memory_bytes for c in candidates()}
     victim = next(n for n, b in size.items() if b == 4 * 10**9 and n != present)
-    controller.refuse(victim, "out of memory (RESOURCE_EXHAUSTED)")
-    gone = set(controller.refused)
+    controller.refuse(victim, "no room", out_of_memory=True)
+    gone = set(controller.state()["refused"])
     assert victim in gone
     assert gone == {n for n, b in size.items() if b >= size[victim] and n != present}
     simulation = Simulation(controller, growing).run()

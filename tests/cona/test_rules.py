@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geojax.cona.rules import RateRule, beta2_for, decay_factor, rate_factor
+from geojax.cona.rules import RateRule, beta2_for, rate_factor
 
 BASE = 32
 TABLE = ((16, 0.6), (64, 1.5), (256, 3.0))
@@ -92,14 +92,6 @@ def test_beta2_keeps_its_half_life_in_samples(batch, beta2):
     scaled = beta2_for(beta2, batch, BASE)
     if scaled > 1e-300:  # below, its logarithm is of a rounded number
         assert half_life_samples(scaled, batch) == pytest.approx(half_life_samples(beta2, BASE))
-
-
-@given(batches, st.floats(0.01, 100))
-def test_decay_a_sample_stays_as_tuned(batch, factor):
-    rate, decay = 3e-4, 0.1
-    scaled = decay * decay_factor(batch, BASE, factor)
-    assert rate * factor * scaled / batch == pytest.approx(rate * decay / BASE)
-    assert decay_factor(batch, BASE, batch / BASE) == 1  # linear leaves decay alone
 
 
 @pytest.mark.parametrize(

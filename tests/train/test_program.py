@@ -311,6 +311,8 @@ class Counted:
     wait: threading.Event
     fails: bool
 
+    wants_probes = False
+
     def __init__(self, task, strategy, devices):
         self.strategy = strategy
 

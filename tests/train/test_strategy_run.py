@@ -106,6 +106,7 @@ def stop_after(config, folder, rounds, strategy=None):
             assert not runs.resume(folder, QUIET, strategy=strategy)
 
 
+@pytest.mark.full  # test_chain_run kills one too
 def test_killed_run_ends_with_the_numbers_of_one_that_was_not(config, text, tmp_path):
     config = replace(config, checkpoint=CheckpointConfig(every_rounds=1))
     config = replace(config, train=replace(config.train, total_tokens=120 * BATCH * SEQ_LEN))

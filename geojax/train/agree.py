@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the processes of a cluster tell each other, so that all do the same.
+
+Invariant: every process calls these in the same order; alone, a process agrees with itself at once.
+"""
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+PENDING, READY, FAILED, NO_MEMORY = 0, 1, 2, 3
+"""How a program stands, the worst last."""
+
+
+def first_says(measured: float) -> float:
+    """The first process's value, in all of them."""
+    if jax.process_count() == 1:
+        return measured
+    return float(multihost_utils.broadcast_one_to_all(np.float32(measured)))
+
+
+def anyone(flag: bool) -> bool:
+    """Whether it holds in any process."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.process_allgather(np.array(flag)).any())
+
+
+def worst(error: str | None) -> int:
+    """READY where no process has an error, NO_MEMORY where one ran out of it, else FAILED."""
+    code = READY if error is None else NO_MEMORY if "RESOURCE_EXHAUSTED" in error else FAILED
+    if jax.process_count() == 1:
+        return code
+    return int(multihost_utils.process_allgather(np.array(code)).max())
+
+
+def standing(codes: list[int]) -> list[int]:
+    """Of the same programs in all processes: failed where one failed, ready where all are."""
+    if jax.process_count() == 1 or not codes:
+        return codes
+    every = multihost_utils.process_allgather(np.array(codes))
+    return np.where((every == FAILED).any(0), FAILED, every.min(0)).tolist()
