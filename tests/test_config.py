@@ -104,6 +104,8 @@ BAD_PARTS = [
         {"kind": "modelled", "gpu": "h100", "switch_seconds": -1.0},
         "switch_seconds -1.0 must be at least 0",
     ),
+    (ClockConfig, {"nodes": 2}, "clock.nodes 2 is of a modelled cluster.*leave it at 1"),
+    (ClockConfig, {"switch_seconds": 1.0}, "clock.switch_seconds 1.0 is of a modelled cluster"),
     (ScalingConfig, {"base_batch": 0}, "base_batch 0 must be at least 1"),
     (ScalingConfig, {"base_batch": 8, "rule": "table"}, r"has table \(\); give"),
     (ScalingConfig, {"base_batch": 8, "cap": True}, "cap has no meaning under rate rule"),

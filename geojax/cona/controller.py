@@ -271,9 +271,11 @@ class Controller:
     def describe(self) -> str:
         """A line on what there is to choose from."""
         batches = sorted({c.strategy.global_batch for c in self._candidates.values()})
+        missing = sorted(set(self._config.global_batches) - set(batches))
+        gaps = f"; none fits batches {missing}" if missing else ""
         return (
             f"{len(self._candidates):,} strategies with batches of {batches[0]} to {batches[-1]} "
-            f"sequences; begins with {self.strategy}"
+            f"sequences{gaps}; now {self.strategy}"
         )
 
     def likely(self) -> list[Strategy]:

@@ -214,6 +214,17 @@ class ClockConfig:
             0 <= self.switch_seconds < math.inf,
             f"clock.switch_seconds {self.switch_seconds} must be at least 0 and finite",
         )
+        for name, used in (
+            ("nodes", self.gpu),
+            ("gpus_per_node", self.gpu),
+            ("switch_seconds", modelled),
+        ):
+            default = type(self).__dataclass_fields__[name].default
+            require(
+                used or getattr(self, name) == default,
+                f"clock.{name} {getattr(self, name)} is of a modelled cluster, and would be "
+                f"ignored; set clock.gpu, or leave it at {default}",
+            )
         optional = ("model", "seq_len", "base_step_seconds", "base_batch")
         set_fields = [name for name in optional if getattr(self, name)]
         require(

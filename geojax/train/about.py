@@ -40,8 +40,12 @@ def describe(config: RunConfig, pilot: Pilot, program: Program) -> list[tuple[st
     if isinstance(pilot, Controller):
         rows.append(("cona", pilot.describe()))
     if config.chain:
-        legs = ", ".join(f"{c.strategy} from {format_count(c.tokens)}" for c in config.chain)
-        rows.append(("chain", f"{legs} tokens"))
+        legs = ", ".join(
+            f"{leg.strategy} from {format_count(leg.tokens)} tokens"
+            + (", which the run does not reach" if leg.tokens >= total else "")
+            for leg in config.chain
+        )
+        rows.append(("chain", legs))
     return [*rows, ("clock", _clock(config))]
 
 
