@@ -11,10 +11,10 @@ demo: $(VENV)/.ready
 	$(BIN)/geojax demo
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 -m "not full" --durations 10
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not full" --durations 10
 
 test-full: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --durations 0
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations 0
 
 # Programs compiled for GPUs that are not here: a quarter of a gigabyte more to download.
 test-aot: $(AOT)/.ready

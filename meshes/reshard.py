@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
 import jax
@@ -43,12 +44,7 @@ def reshard(
     order = _order(before, after)
     for i, (path, target) in enumerate(zip(paths, targets, strict=True)):
         leaf, leaves[i] = leaves[i], None
-        if order is not None and in_stack(path):
-            whole = _move(leaf, _whole_stack(leaf.shape, target.mesh))
-            del leaf
-            leaf = _take(whole, order)
-            del whole
-        leaves[i] = jax.block_until_ready(_move(leaf, target))
+        leaves[i] = jax.block_until_ready(_move(leaf, target, order if in_stack(path) else None))
         del leaf
     return jax.tree.unflatten(structure, leaves)
 
@@ -99,9 +95,13 @@ def _order(before: np.ndarray | None, after: np.ndarray | None) -> tuple[int, ..
     return None if (order == plain).all() else tuple(order.tolist())
 
 
-def _move(leaf: jax.Array, target: NamedSharding) -> jax.Array:
+def _move(leaf: jax.Array, target: NamedSharding, order: tuple[int, ...] | None) -> jax.Array:
     if leaf.is_fully_addressable and target.is_fully_addressable:
-        return _assemble(leaf, target)
+        return _assemble(leaf, target, order)
+    if order is not None:
+        assert isinstance(target.mesh, Mesh), "programs lie on meshes of devices"
+        whole = _move(leaf, _whole_stack(leaf.shape, target.mesh), None)
+        return _move(_take(whole, order), target, None)
     if leaf.sharding.device_set != target.device_set:
         return jax.device_put(leaf, target)
     with warnings.catch_warnings():  # what a device holds may grow or shrink
@@ -109,7 +109,7 @@ def _move(leaf: jax.Array, target: NamedSharding) -> jax.Array:
         return jax.jit(_identity, out_shardings=target, donate_argnums=0)(leaf)
 
 
-def _assemble(leaf: jax.Array, target: NamedSharding) -> jax.Array:
+def _assemble(leaf: jax.Array, target: NamedSharding, order: tuple[int, ...] | None) -> jax.Array:
     shape = leaf.shape
     sources: dict[Bounds, dict[jax.Device, jax.Array]] = {}
     for shard in leaf.addressable_shards:
@@ -119,19 +119,34 @@ def _assemble(leaf: jax.Array, target: NamedSharding) -> jax.Array:
     shards = []
     for number, (device, index) in enumerate(target.devices_indices_map(shape).items()):
         wanted = _bounds(index, shape)
-        if wanted in sources:
-            shards.append(jax.device_put(_nearest(sources[wanted], device, number), device))
+        runs = _runs(wanted, order)
+        if len(runs) == 1 and runs[0][0] in sources:
+            held = sources[runs[0][0]]
+            shards.append(jax.device_put(_nearest(held, device, number), device))
             continue
         if wanted not in made:
             made[wanted] = np.empty([stop - start for start, stop in wanted], leaf.dtype)
-            for span, held in sources.items():
-                part = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(span, wanted, strict=True)]
+            for (old, row), (span, held) in product(runs, sources.items()):
+                part = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(span, old, strict=True)]
                 if all(start < stop for start, stop in part):
                     if span not in on_host:
                         on_host[span] = np.asarray(next(iter(held.values())))
-                    made[wanted][_inside(part, wanted)] = on_host[span][_inside(part, span)]
+                    place = made[wanted][row:] if row else made[wanted]
+                    place[_inside(part, old)] = on_host[span][_inside(part, span)]
         shards.append(jax.device_put(made[wanted], device))
     return jax.make_array_from_single_device_arrays(shape, target, shards)
+
+
+def _runs(wanted: Bounds, order: tuple[int, ...] | None) -> list[tuple[Bounds, int]]:
+    """The parts of a leaf in the old order of layers that make up `wanted` of the new one, each
+    with the row of `wanted` that it begins at."""
+    if order is None:
+        return [(wanted, 0)]
+    (start, stop), *rest = wanted
+    places = order[start:stop]
+    cuts = [i for i in range(1, len(places)) if places[i] != places[i - 1] + 1]
+    borders = pairwise([0, *cuts, len(places)])
+    return [(((places[a], places[b - 1] + 1), *rest), a) for a, b in borders]
 
 
 def _nearest(held: dict[jax.Device, jax.Array], device: jax.Device, number: int) -> jax.Array:

@@ -23,11 +23,9 @@ CHAIN = (
 def main() -> None:
     number, folder, text = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
     cluster = ClusterConfig(address(folder, number), processes=2, process_id=number)
-    base = replace(
-        tiny_run(text), strategy="", platform=PlatformConfig(interface="lo", cluster=cluster)
-    )
+    base = replace(tiny_run(text), platform=PlatformConfig(interface="lo", cluster=cluster))
     quiet = Console(quiet=True)
-    assert runs.start(replace(base, chain=CHAIN), folder / "chain", quiet)
+    assert runs.start(replace(base, strategy="", chain=CHAIN), folder / "chain", quiet)
 
     # Both wait for what they asked to have compiled, so that a short run has switches.
     prefetch = Programs.prefetch
@@ -47,7 +45,8 @@ def main() -> None:
     )
     train = replace(base.train, total_tokens=40 * BATCH * SEQ_LEN, round_steps=2)
     noise = NoiseConfig(window_samples=50, first_steps=2, probe_steps=10)
-    assert runs.start(replace(base, cona=cona, train=train, noise=noise), folder / "cona", quiet)
+    chosen = replace(base, strategy="", cona=cona, train=train, noise=noise)
+    assert runs.start(chosen, folder / "cona", quiet)
 
 
 if __name__ == "__main__":

@@ -158,6 +158,7 @@ def test_a_chain_of_batches_sees_every_sequence_once_and_the_rate_follows(config
     assert firsts[1]["round"] == switches[0]["round"] + 1
 
 
+@pytest.mark.xdist_group("one whole run")
 def test_cona_climbs_and_accounts_for_it(whole):
     switches = records(whole, "switch")
     assert len(switches) >= 3
@@ -167,6 +168,7 @@ def test_cona_climbs_and_accounts_for_it(whole):
     assert "all the same" in chain_notes(run)[-1]
 
 
+@pytest.mark.xdist_group("one whole run")
 def test_cona_killed_while_the_state_moves_takes_the_same_chain(cona, whole, tmp_path, monkeypatch):
     """Twice; what was not saved is done again."""
     folder, move, moves = tmp_path / "killed", Program.move, []
@@ -187,6 +189,7 @@ def test_cona_killed_while_the_state_moves_takes_the_same_chain(cona, whole, tmp
     same_end(folder, whole)
 
 
+@pytest.mark.xdist_group("one whole run")
 def test_cona_stopped_anywhere_takes_the_same_chain(cona, whole, tmp_path, monkeypatch, seen):
     """At the first chunk of a round, at its last, and where the next round has another batch."""
     folder, run, calls = tmp_path / "stopped", Program.run, []
@@ -238,6 +241,7 @@ def test_a_stopped_round_ends_where_another_strategy_goes_on(config, tmp_path, m
     report([folder], None, None, None)
 
 
+@pytest.mark.full
 def test_a_cona_run_goes_on_by_one_strategy_and_is_reported(cona, tmp_path, capsys, monkeypatch):
     folder, run, calls = tmp_path / "run", Program.run, []
 
@@ -259,6 +263,7 @@ def test_a_cona_run_goes_on_by_one_strategy_and_is_reported(cona, tmp_path, caps
     assert (tmp_path / "pictures" / "chain-strategy.png").exists()
 
 
+@pytest.mark.full
 def test_sigkill_inside_a_switch_loses_nothing(chained, tmp_path):
     """A real one, in a process of its own."""
     whole, folder = tmp_path / "whole", tmp_path / "killed"
@@ -284,6 +289,7 @@ def test_sigkill_inside_a_switch_loses_nothing(chained, tmp_path):
     same_end(folder, whole)
 
 
+@pytest.mark.full
 def test_cona_on_devices_goes_over_all_axes_and_waits_for_no_compiler(
     config, tmp_path, seen, monkeypatch
 ):

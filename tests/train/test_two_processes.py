@@ -17,6 +17,7 @@ from geojax.train.checkpoint import Checkpoints
 from geojax.train.program import Program
 
 FOLDER = Path(__file__).parent
+pytestmark = pytest.mark.xdist_group("two processes")  # one start of them serves all
 PATIENCE_SECONDS = 900
 FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 
