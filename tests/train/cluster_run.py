@@ -9,7 +9,7 @@ from rich.console import Console
 from tiny_run import BATCH, SEQ_LEN, tiny_run
 from two_processes import address
 
-from geojax import runs
+from geojax import platform, runs
 from geojax.config import ChainLeg, ClusterConfig, ConaConfig, NoiseConfig, PlatformConfig
 from geojax.train.program import Programs
 
@@ -46,6 +46,7 @@ def main() -> None:
     train = replace(base.train, total_tokens=40 * BATCH * SEQ_LEN, round_steps=2)
     noise = NoiseConfig(window_samples=50, first_steps=2, probe_steps=10)
     chosen = replace(base, strategy="", cona=cona, train=train, noise=noise)
+    platform.initialize = lambda config: None  # joined already
     assert runs.start(chosen, folder / "cona", quiet)
 
 
