@@ -168,6 +168,7 @@ def test_cona_climbs_and_accounts_for_it(whole):
     assert "all the same" in chain_notes(run)[-1]
 
 
+@pytest.mark.full
 @pytest.mark.xdist_group("one whole run")
 def test_cona_killed_while_the_state_moves_takes_the_same_chain(cona, whole, tmp_path, monkeypatch):
     """Twice; what was not saved is done again."""
@@ -379,6 +380,7 @@ def test_a_copy_brings_a_state_back_bit_for_bit(config, strategy):
     assert jax.tree.map(lambda x: x.sharding, back) == program.state_shardings
 
 
+@pytest.mark.full
 def test_a_strategy_that_does_not_compile_is_left_out(cona, tmp_path, monkeypatch):
     compile_, broken = Programs._compile, []
 
