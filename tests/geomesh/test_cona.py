@@ -333,6 +333,7 @@ def test_a_run_stopped_around_a_change_goes_on_as_if_it_had_not(
         assert bits(a.program.host(a.state)) == bits(b.program.host(b.state))
 
 
+@pytest.mark.full
 def test_the_optimizer_keeps_what_it_knows_over_a_change(
     config, injected, trainers, tmp_path, monkeypatch
 ):
@@ -358,6 +359,7 @@ def test_the_optimizer_keeps_what_it_knows_over_a_change(
         assert any(np.any(leaf) for leaf in jax.tree.leaves(after.opt_state))
 
 
+@pytest.mark.full
 def test_what_is_measured_here_makes_a_plan_that_fits_the_devices(config, trainers, tmp_path):
     # Nothing is injected: strategies by the timing model, seconds and noise as they are.
     short = replace(config, train=replace(config.train, total_tokens=300 * SEQ_LEN))
@@ -375,6 +377,7 @@ def test_what_is_measured_here_makes_a_plan_that_fits_the_devices(config, traine
     assert last["noise"]["source"] == "whole gradient"
 
 
+@pytest.mark.full
 def test_gpus_that_are_modelled_choose_by_the_timing_model(config, trainers, tmp_path):
     gpus = (
         SliceConfig("h", "eastus", devices=2, gpu="h100", gpus=8),

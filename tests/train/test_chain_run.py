@@ -400,6 +400,7 @@ def test_a_strategy_that_does_not_compile_is_left_out(cona, tmp_path, monkeypatc
     assert len(batches) > 1
 
 
+@pytest.mark.full
 def test_a_fixed_chain_that_cannot_run_ends_saved(chained, tmp_path, monkeypatch):
     compile_ = Programs._compile
 

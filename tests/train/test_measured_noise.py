@@ -120,11 +120,14 @@ def assert_close(found, expected):
 FEW = [
     ("gpt", "dp2-tp2-pp1-mb2-gb32"),
     ("gpt", "dp1-tp2-pp4x2-mb4-gb32"),
-    ("gpt", "dp2-tp1-pp1-mb4-gb32-fsdp-full"),
     ("llama", "dp2-tp2-pp2x2-mb4-gb32-fsdp"),
     ("bert", "dp2-tp4-pp1-mb2-gb32-zero-matmuls"),
 ]
-MORE = [("llama", "dp8-tp1-pp1-mb2-gb32"), ("bert", "dp1-tp2-pp2-mb8-gb32")]
+MORE = [
+    ("gpt", "dp2-tp1-pp1-mb4-gb32-fsdp-full"),
+    ("llama", "dp8-tp1-pp1-mb2-gb32"),
+    ("bert", "dp1-tp2-pp2-mb8-gb32"),
+]
 
 
 def full():
@@ -295,7 +298,7 @@ def test_one_part_says_nothing(x64):
     ("text", "probe"),
     [
         (PARTS, False),
-        (STAGES, True),
+        pytest.param(STAGES, True, marks=pytest.mark.full),
         pytest.param(PARTS, True, marks=pytest.mark.full),
         pytest.param(STAGES, False, marks=pytest.mark.full),
     ],
