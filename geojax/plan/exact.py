@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a candidate by compiling its training step for GPUs that are not here.
 
-Invariant: what is compiled is the program that would run, from the same code; its text, and the
-versions of the compiler, are the key under which the answer is kept on disk.
+Invariant: what is compiled is the program that would run, from the same code. The answer is kept on
+disk under all that it follows from: the job, the strategy, this package's sources and the versions
+of libraries and compiler. (The program's own text would do, but takes ten seconds to write.)
 """
 
 import hashlib
 import os
+from functools import cache
 from pathlib import Path
 
 from geojax.config import OptimizerConfig, TrainConfig
 from geojax.data import cache_dir
 from geojax.meshes.candidates import Job
 from geojax.meshes.strategy import Strategy
+from geojax.track.environment import versions
 
 
 def exact_bytes(job: Job, gpu: str, strategy: Strategy, folder: Path | None = None) -> int:
@@ -32,12 +35,32 @@ def exact_bytes(job: Job, gpu: str, strategy: Strategy, folder: Path | None = No
         "sgd": OptimizerConfig(name="sgd"),
     }[job.optimizer]
     task = Task(job.model, TrainConfig(total_tokens=1, optimizer=optimizer), job.seq_len)
-    with aot.cudnn_unchecked():
-        lowered = Program(task, strategy, devices).lower(1)
 
     def compile_it() -> aot.CompiledMemory:
+        with aot.cudnn_unchecked():
+            lowered = Program(task, strategy, devices).lower(1)
         compiled = lowered.compile(compiler_options=aot.COMPILER_OPTIONS)
         return aot.compiled_memory(compiled)
 
-    key = {"gpu": gpu, "program": hashlib.sha256(lowered.as_text().encode()).hexdigest()}
+    key = {
+        "gpu": gpu,
+        "nodes": f"{cluster.nodes} x {cluster.gpus_per_node}",
+        "task": repr(task),
+        "strategy": str(strategy),
+        "sources": _sources(),
+        "libraries": versions(),
+    }
     return aot.cached_memory(key, compile_it, folder or cache_dir() / "aot").total_bytes
+
+
+@cache
+def _sources() -> str:
+    """Digest of the code that programs are made from."""
+    from geojax import config, meshes, models, train
+
+    digest = hashlib.sha256()
+    for package in (config, meshes, models, train):
+        for folder in package.__path__:
+            for path in sorted(Path(folder).glob("*.py")):
+                digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
