@@ -49,7 +49,11 @@ def _steered(args: list[str]) -> tuple[list[str], RunConfig]:
     from geojax.runs import read_chain
 
     config = load_config(args[0])
-    both = [name for name in ("--strategy", "--chain") if any(a.startswith(name) for a in args)]
+    both = [
+        name
+        for name in ("--strategy", "--chain")
+        if any(a == name or a.startswith(f"{name}=") for a in args)
+    ]
     require(len(both) < 2, "--strategy and --chain are two ways to go; give one of them")
     args = [part for arg in args for part in (arg.split("=", 1) if _steers(arg) else [arg])]
     for name in ("--strategy", "--chain"):

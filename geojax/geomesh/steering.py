@@ -35,7 +35,6 @@ from geojax.geomesh.balance import (
     make_plan,
     progress_rate,
 )
-from geojax.train.program import Task
 
 _CHANGE_SECONDS = 5.0  # expected of a change of plan under the measured clock
 _LARGE_NOISE = 1e18  # stands for infinite noise, where no step is worth anything
@@ -222,20 +221,6 @@ def first_plan(
     says."""
     worth = _worth(min(config.cona.global_batches), None) if config.cona else None
     return make_plan(profiles, config.balance, exchange_seconds, worth)
-
-
-def make_task(config: RunConfig) -> Task:
-    """What slices train; their noise is measured where somebody asks for it."""
-    noise, scaling = config.measured_noise, config.scaling
-    return Task(
-        config.model,
-        config.train,
-        config.data.seq_len,
-        config.data.document_mask,
-        config.seed,
-        noise.metric if noise else None,
-        scaling.base_batch if scaling else None,
-    )
 
 
 def read_plan(work: Iterable[Mapping[str, Any]]) -> Plan:

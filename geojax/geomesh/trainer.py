@@ -43,7 +43,7 @@ from geojax.geomesh.records import (
     slice_record,
     start_record,
 )
-from geojax.geomesh.steering import Planner, first_plan, make_task, record
+from geojax.geomesh.steering import Planner, first_plan, record
 from geojax.geomesh.sync import Contribution, Synchronizer
 from geojax.geomesh.worker import Worker, sharing_devices
 from geojax.meshes.axes import assign_devices
@@ -55,7 +55,7 @@ from geojax.train.checkpoint import Checkpoints
 from geojax.train.evaluate import evaluation_record
 from geojax.train.origin import check_origin, origin
 from geojax.train.program import Program
-from geojax.train.steering import noise_record
+from geojax.train.steering import make_task, noise_record
 from geojax.train.step import read_init
 
 _CHUNK_STEPS = 32  # inner steps between looks at `stop`, at most

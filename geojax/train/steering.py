@@ -18,6 +18,7 @@ from geojax.meshes.strategy import Strategy, parse_strategy
 from geojax.meshes.timing import StepCase
 from geojax.meshes.timing_a100 import A100, extrapolated
 from geojax.platform import detect_gpu
+from geojax.train.program import Task
 
 _MOVED_BYTES_PER_SECOND = 5e8  # of a state, and what a switch takes besides, before one was
 _SWITCH_SECONDS = 0.1  # measured; benchmarks/reshard.py
@@ -119,6 +120,20 @@ def devices_for(config: RunConfig) -> Sequence[jax.Device]:
             f"on CPU set XLA_FLAGS=--xla_force_host_platform_device_count={wanted}"
         )
     return there[:wanted]
+
+
+def make_task(config: RunConfig) -> Task:
+    """What is trained; noise is measured where somebody asks for it."""
+    noise, scaling = config.measured_noise, config.scaling
+    return Task(
+        config.model,
+        config.train,
+        config.data.seq_len,
+        config.data.document_mask,
+        config.seed,
+        noise.metric if noise else None,
+        scaling.base_batch if scaling else None,
+    )
 
 
 def noise_record(watch: NoiseWatch | None) -> dict[str, Any] | None:

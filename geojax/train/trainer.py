@@ -33,7 +33,7 @@ from geojax.train.checkpoint import Checkpoints
 from geojax.train.engine import Engine
 from geojax.train.evaluate import evaluation_record
 from geojax.train.origin import check_origin, origin
-from geojax.train.program import Program, Task
+from geojax.train.program import Program
 from geojax.train.rounds import (
     ALONE,
     Partial,
@@ -48,6 +48,7 @@ from geojax.train.steering import (
     devices_for,
     local_strategy,
     make_pilot,
+    make_task,
     noise_record,
     step_timer,
 )
@@ -106,16 +107,8 @@ class Trainer:
             f"eval.first {config.eval.first}: there are {self._valid.sequences} held-out "
             "sequences; lower it, or raise data.valid_fraction",
         )
-        task = Task(
-            config.model,
-            config.train,
-            data.seq_len,
-            data.document_mask,
-            config.seed,
-            config.measured_noise.metric if config.measured_noise else None,
-            config.scaling.base_batch if config.scaling else None,
-        )
-        self._engine = Engine(task, devices, min(_CHUNK_STEPS, config.train.round_steps))
+        chunk_steps = min(_CHUNK_STEPS, config.train.round_steps)
+        self._engine = Engine(make_task(config), devices, chunk_steps)
         self._partial: Partial | None = None
         self.resumed = not checkpoints.empty
         meta = checkpoints.meta() if self.resumed else {}
