@@ -47,8 +47,8 @@ def _presets() -> dict[str, Preset]:
                 make = partial(lambda m, s: m(published(s), UNTUNED), method, size)
                 line = f"{_first_line(method)} {size.upper()}, C4, 4 GPUs."
                 presets[f"{name}-{size}"] = Preset(make, line)
-    for name in ("llama-tiny", "gpt-tiny", "bert-tiny"):
-        line = f"{_first_line(tiny)[:-1]}; {get_model(name).family}."
+    for name in ("llama-tiny", "gpt-tiny", "bert-tiny", "llada-tiny", "dream-tiny"):
+        line = f"{_first_line(tiny)[:-1]}; {name.removesuffix('-tiny')}."
         presets[name] = Preset(partial(tiny, name), line)
     for name, (strategy, rate, seq_len) in _LARGE.items():
         optimizer = OptimizerConfig(name="adamw", learning_rate=rate, weight_decay=0.1)

@@ -5,13 +5,13 @@ from geojax.config import (
     CheckpointConfig,
     DataConfig,
     EvalConfig,
-    MaskingConfig,
     OptimizerConfig,
     PlatformConfig,
     RunConfig,
     SourceConfig,
     TokenizerConfig,
     TrainConfig,
+    default_masking,
 )
 from geojax.models.config import TransformerConfig, get_model
 
@@ -21,7 +21,7 @@ _ADAMW = OptimizerConfig(name="adamw", learning_rate=3e-3, weight_decay=0.1)
 def tiny(name: str) -> RunConfig:
     """A model of a quarter of a million parameters on Wikipedia extracts, on one device."""
     model = get_model(name)
-    masking = None if model.causal else MaskingConfig()
+    masking = default_masking(model)
     return RunConfig(
         name=name,
         model=model,
@@ -39,7 +39,7 @@ def tiny(name: str) -> RunConfig:
 def large(name: str, strategy: str, optimizer: OptimizerConfig, seq_len: int) -> RunConfig:
     """A published model on C4 and eight GPUs of 80 GB."""
     model = get_model(name)
-    masking = None if model.causal else MaskingConfig()
+    masking = default_masking(model)
     return RunConfig(
         name=name,
         model=model,

@@ -9,15 +9,30 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from geojax.config import ConfigError, require
 from geojax.data.sources import atomic
 from geojax.models.config import TransformerConfig
 
+if TYPE_CHECKING:
+    from geojax.config import RunConfig
+    from geojax.data import Tokenizer
+    from geojax.models.transformer import Params
+    from geojax.models.weights import SpecialTokens
+
 TOKENIZER = "tokenizer.json"
-# Beside the tokenizer, what that library looks for: templates, special tokens, sampling.
-_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+# Beside the tokenizer, what that library looks for: templates, special tokens, sampling, and the
+# parts of a tokenizer that has no file of its own, as Dream's.
+_COMPANIONS = (
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "generation_config.json",
+)
 
 
 @dataclass(frozen=True)
@@ -47,11 +62,13 @@ def convert(
     """
     from geojax.models.weights import (
         DTYPES,
+        SpecialTokens,
         file_shapes,
         huggingface_tensors,
         load_safetensors,
         read_config,
         read_gguf,
+        read_special,
         save_safetensors,
     )
 
@@ -68,18 +85,19 @@ def convert(
         f"target {target} exists and is not an empty folder; choose another, or remove it",
     )
     progress(f"reading {source}")
-    tokenizer = None
+    tokenizer, special = None, SpecialTokens()
     if (source / "metrics.jsonl").is_file():
-        config, params, tokenizer = _read_run(source)
+        run, params, special, tokenizer = read_run(source)
+        config = run.model
     elif source.is_dir():
-        config = read_config(source)
+        config, special = read_config(source), read_special(source)
         params = load_safetensors(source, config, progress=progress)
     else:
         config, params, tokenizer = read_gguf(source)
     progress(f"writing {target}")
     try:
         with atomic(target) as temporary:
-            save_safetensors(params, config, temporary, max_shard_bytes, dtype)
+            save_safetensors(params, config, temporary, max_shard_bytes, dtype, special)
             if tokenizer:
                 tokenizer.save(str(temporary / TOKENIZER))
             elif source.is_dir():
@@ -96,28 +114,38 @@ def convert(
     return Converted(config, tensors, written, tokenized)
 
 
-def _read_run(folder: Path) -> tuple[TransformerConfig, Any, Any]:
-    """Model, parameters and tokenizer of a run, from its newest checkpoint and cached text."""
+def read_run(folder: Path) -> "tuple[RunConfig, Params, SpecialTokens, Tokenizer | None]":
+    """Config, parameters, special tokens and tokenizer of a run, from its newest checkpoint and
+    cached text; no tokenizer where the text is no longer there, or there was none."""
     from geojax import runs
-    from geojax.data import cache_dir, read_tokenizer
+    from geojax.data import TaskSet, cache_dir, read_tokenizer
+    from geojax.models.weights import SpecialTokens
     from geojax.train.checkpoint import read_params
 
     config = runs.read_config(folder / "config.json")
     params, meta = read_params(folder)
+    if config.data.source.kind == "tasks":
+        return config, params, SpecialTokens(mask=TaskSet.mask_id, eos=TaskSet.eos_id), None
     path = cache_dir() / "corpora" / meta["corpus"] / TOKENIZER
-    return config.model, params, read_tokenizer(path) if path.is_file() else None
+    if not path.is_file():
+        return config, params, SpecialTokens(), None
+    tokenizer = read_tokenizer(path)
+    mask = None if config.model.causal else tokenizer.mask_id
+    return config, params, SpecialTokens(mask=mask, eos=tokenizer.eos_id), tokenizer
 
 
 def run_convert(source: Path, target: Path, dtype: str) -> None:
     """`geojax convert`: convert, and print what was written. Raises ConfigError on bad input."""
     from rich.console import Console
 
+    from geojax.models.weights.hf_models import hf_model
+
     console = Console(highlight=False, markup=False)
     say = lambda line: console.print(line, soft_wrap=True)  # noqa: E731
     done = convert(source, target, dtype, progress=say)
     config = done.config
     rows = [
-        ("model", f"{config.family}, {config.layers} layers of width {config.dim}"),
+        ("model", f"{hf_model(config).model_type}, {config.layers} layers of width {config.dim}"),
         ("parameters", f"{config.num_params:,}"),
         ("vocabulary", f"{config.vocab_size:,} entries"),
         ("tensors", f"{done.tensors:,}"),

@@ -23,7 +23,7 @@ from geojax.config import ChainLeg, ClusterConfig, ConfigError, RunConfig, RunEr
 from geojax.track.metrics import MetricsWriter, write_atomically
 
 if TYPE_CHECKING:
-    from geojax.data import Corpus
+    from geojax.data import Corpus, TaskSet
     from geojax.platform import Rows, Watchdog
     from geojax.train.checkpoint import Checkpoints
 
@@ -233,7 +233,7 @@ def _first() -> bool:
 
 def _trainer(
     config: RunConfig,
-    corpus: "Corpus",
+    corpus: "Corpus | TaskSet",
     metrics: MetricsWriter | None,
     checkpoints: "Checkpoints",
     stop: threading.Event,
@@ -255,7 +255,7 @@ def _trainer(
     return Trainer(config, corpus, metrics, checkpoints, stop, watchdog)
 
 
-def _prepare(config: RunConfig, checkpoints: "Checkpoints", output: Console) -> "Corpus":
+def _prepare(config: RunConfig, checkpoints: "Checkpoints", output: Console) -> "Corpus | TaskSet":
     """The tokens; made by one process at a time, as processes may share a cache."""
     import jax
     from jax.experimental import multihost_utils

@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from geojax.config import DataConfig, TokenizerConfig, require
-from geojax.data import Batch, ValidSequences, prepare
+from geojax.config import DataConfig, TokenizerConfig, default_masking, require
+from geojax.data import Batch, Corpus, both_splits, prepare
 from geojax.models.transformer import make_apply
 from geojax.models.weights import load_safetensors, read_config
 from geojax.track.metrics import to_json, write_atomically
+from geojax.train.evaluate import mean_loss
 
 
 def perplexity(
@@ -28,14 +29,17 @@ def perplexity(
     data: DataConfig,
     sequences: int,
     batch: int,
+    draws: int = 1,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Score the model in `folder` on the first `sequences` held-out sequences of `data`.
+    """Score the model in `folder` on the first `sequences` held-out sequences of `data`, where
+    tokens are masked under `draws` masks each.
 
     `folder` holds safetensors, config.json and tokenizer.json, which takes the place of
     `data.tokenizer`. Returns sequences, tokens (predicted ones), nats_per_token, standard_error (of
     that mean, by the spread over sequences), perplexity, bits_per_byte (of the predicted text's
-    UTF-8) and bytes_per_token. Logits take 4 * batch * data.seq_len * vocabulary bytes.
+    UTF-8) and bytes_per_token. Under masked diffusion the figure is a bound on the likelihood, by
+    Monte Carlo. Logits take 4 * batch * data.seq_len * vocabulary bytes.
 
     Raises ConfigError where the folder or the text cannot be used, sequences are longer than the
     model's context, or text is masked for a model that predicts the next token, or the reverse.
@@ -47,11 +51,21 @@ def perplexity(
     )
     require(
         config.causal == (data.masking is None),
-        f"data.masking must be {'unset' if config.causal else 'set'} for a {config.family}",
+        f"data.masking must be {'unset' if config.causal else 'set'} for a {config.family} that "
+        f"sees {'one side' if config.causal else 'both sides'}",
+    )
+    require(
+        draws == 1 or data.masking is not None,
+        f"draws {draws} are of masks, and nothing is masked; leave them unset",
     )
     tokenizer = TokenizerConfig(kind="file", path=str(folder / "tokenizer.json"))
+    require(
+        data.source.kind != "tasks",
+        "data.source.kind 'tasks' is no text; score a run of them with `geojax eval RUN`",
+    )
     corpus = prepare(replace(data, tokenizer=tokenizer), config.vocab_size, progress=progress)
-    held_out = ValidSequences(corpus, data.seq_len, data.document_mask, data.masking)
+    assert isinstance(corpus, Corpus), "text is a corpus"
+    _, held_out = both_splits(corpus, data, config.shifted)
     params = load_safetensors(folder, config, place=lambda path, leaf: jnp.asarray(leaf))
     apply = make_apply(config)
 
@@ -63,37 +77,41 @@ def perplexity(
         return jnp.sum(nats * rows.weights, axis=-1)
 
     nats, tokens, texts = [], [], []
-    for rows in held_out.batches(batch, sequences):
+    for rows in held_out.batches(batch, sequences, draws=draws):
         nats.append(np.asarray(score(params, rows), np.float64))
         tokens.append(rows.weights.sum(axis=-1, dtype=np.float64))
         texts.append(rows.targets[rows.weights > 0])
         if progress:
             progress(f"scored {sum(np.count_nonzero(n) for n in tokens):,} sequences")
-    return _summary(
-        np.concatenate(nats),
-        np.concatenate(tokens),
-        len(corpus.tokenizer().decode(np.concatenate(texts)).encode()),
-    )
+    each = [np.concatenate(x).reshape(draws, -1).mean(0) for x in (nats, tokens)]
+    predicted = np.concatenate(texts)
+    text_bytes = len(corpus.tokenizer().decode(predicted).encode())
+    return _summary(each[0], each[1], text_bytes / max(len(predicted), 1))
 
 
 def run_eval(
-    folder: Path, data: DataConfig, sequences: int, batch: int, json_path: Path | None
+    folder: Path, data: DataConfig, sequences: int, batch: int, draws: int, json_path: Path | None
 ) -> None:
     """`geojax eval`: score, and print the figures. Raises ConfigError on bad input."""
     from rich.console import Console
 
     require(sequences >= 1, f"sequences {sequences} must be at least 1")
     require(batch >= 1, f"batch {batch} must be at least 1")
+    require(draws >= 1, f"draws {draws} must be at least 1")
     require(
         (folder / "config.json").is_file(),
         f"{folder} has no config.json; give a folder that `geojax convert` wrote",
     )
     console = Console(highlight=False)
-    found = perplexity(folder, data, sequences, batch, progress=console.print)
+    if data.masking is None:
+        data = replace(data, masking=default_masking(read_config(folder)))
+    found = perplexity(folder, data, sequences, batch, draws, progress=console.print)
     error = found["standard_error"]
+    bound = data.masking is not None and data.masking.kind == "diffusion"
     console.print(
-        f"perplexity {found['perplexity']:.4g} ({found['nats_per_token']:.4f} +- {error:.4f} nats "
-        f"a token, {found['bits_per_byte']:.4f} bits a byte) on {found['tokens']:,} tokens of "
+        f"perplexity {'at most ' if bound else ''}{found['perplexity']:.4g} "
+        f"({found['nats_per_token']:.4f} +- {error:.4f} nats a token, "
+        f"{found['bits_per_byte']:.4f} bits a byte) on {found['tokens']:,} tokens of "
         f"{found['sequences']:,} held-out sequences of {data.seq_len}",
         soft_wrap=True,
     )
@@ -102,23 +120,15 @@ def run_eval(
         console.print(f"wrote {json_path}", soft_wrap=True)
 
 
-def _summary(nats: np.ndarray, tokens: np.ndarray, text_bytes: int) -> dict[str, Any]:
-    """Figures of sequences with `nats` in all over `tokens` each; those without tokens are padding.
-
-    The standard error is that of a ratio of sums over sequences (Cochran 1977, "Sampling
-    Techniques"); nan of one sequence.
-    """
-    count, total = np.count_nonzero(tokens), tokens.sum()
-    require(total, "no held-out token bears a loss; raise data.valid_fraction")
-    mean = nats.sum() / total
-    spread = float(np.sum((nats - mean * tokens) ** 2))
-    error = math.sqrt(count / (count - 1) * spread) / total if count > 1 else math.nan
+def _summary(nats: np.ndarray, tokens: np.ndarray, bytes_per_token: float) -> dict[str, Any]:
+    """Figures of sequences with `nats` in all over `tokens` each; those without are padding."""
+    mean, error = mean_loss(nats, tokens)
     return {
-        "sequences": int(count),
-        "tokens": int(total),
-        "nats_per_token": float(mean),
-        "standard_error": float(error),
+        "sequences": int(np.count_nonzero(tokens)),
+        "tokens": round(tokens.sum()),
+        "nats_per_token": mean,
+        "standard_error": error,
         "perplexity": float(np.exp(mean)),
-        "bits_per_byte": float(nats.sum() / math.log(2) / max(text_bytes, 1)),
-        "bytes_per_token": text_bytes / float(total),
+        "bits_per_byte": mean / math.log(2) / bytes_per_token if bytes_per_token else math.nan,
+        "bytes_per_token": bytes_per_token,
     }

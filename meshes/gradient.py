@@ -53,6 +53,14 @@ class LossSums(NamedTuple):
     """Loss-bearing ones."""
 
 
+class SequenceSums(NamedTuple):
+    """Of each sequence of a batch."""
+
+    nats: Float[Array, "m b"]
+    tokens: Float[Array, "m b"]
+    """Loss-bearing ones."""
+
+
 class Squares(NamedTuple):
     """Squared norms of gradients of parts of a batch, summed over the parts, and the squares of the
     parts' tokens; the noise scale follows from them (geojax.cona.noise).
@@ -151,23 +159,22 @@ class ShardedModel:
         out_specs = (whole, final_specs, squares)
         return self._shard_map(body, specs, out_specs)(params, batch, key)
 
-    def loss(self, params: Params, batch: Sequences) -> LossSums:
-        """Sums over a batch, nothing dropped."""
+    def loss(self, params: Params, batch: Sequences) -> SequenceSums:
+        """Sums of each sequence, nothing dropped."""
         param_specs, _ = state_specs(self.rules, self.strategy)
 
         def body(params, batch):
             params = jax.tree.map(self._collectives.vary, params)
             if self.strategy.pp > 1:
-                nats, tokens = self._local_loss(params, batch, None)
-                return self._total(LossSums(nats, tokens))
+                sums = self._local_loss(params, batch, None)
+            else:
 
-            def add(total, micro):
-                nats, tokens = self._local_loss(
-                    params, jax.tree.map(lambda x: x[None], micro), None
-                )
-                return LossSums(total.nats + nats, total.tokens + tokens), None
+                def one(micro):
+                    sums = self._local_loss(params, jax.tree.map(lambda x: x[None], micro), None)
+                    return jax.tree.map(lambda x: x[0], sums)
 
-            return self._total(jax.lax.scan(add, self._zero_sums(params), batch)[0])
+                sums = jax.lax.map(one, batch)
+            return jax.tree.map(self._of_all_copies, sums)
 
         specs = (param_specs, jax.tree.map(lambda _: self.batch_spec, batch))
         return self._shard_map(body, specs, PartitionSpec())(params, batch)
@@ -211,8 +218,8 @@ class ShardedModel:
         """This device's share of the sums, and their gradient for its copy of the parameters."""
 
         def share(params, batch):
-            nats, tokens = self._local_loss(params, batch, key)
-            return nats / self._copies, LossSums(nats, tokens)
+            sums = LossSums(*map(jnp.sum, self._local_loss(params, batch, key)))
+            return sums.nats / self._copies, sums
 
         gradient = jax.grad(share, has_aux=True)
         if self.strategy.pp > 1:
@@ -236,8 +243,8 @@ class ShardedModel:
         """
 
         def share(params, taps, batch):
-            nats, tokens = self._local_loss(params, batch, key, taps)
-            return nats / self._copies, LossSums(nats, tokens)
+            sums = LossSums(*map(jnp.sum, self._local_loss(params, batch, key, taps)))
+            return sums.nats / self._copies, sums
 
         gradient = jax.grad(share, argnums=(0, 1), has_aux=True)
 
@@ -326,8 +333,8 @@ class ShardedModel:
 
     def _local_loss(
         self, params: Params, batch: Sequences, key: Array | None, taps: Params | None = None
-    ):
-        """Sums over this copy's sequences, the same on all its devices; batch [m, b, t].
+    ) -> SequenceSums:
+        """Of this copy's sequences, the same on all its devices; batch [m, b, t].
 
         `taps` [L, m, b, d]: what is added to each norm's leaves, sequence by sequence.
         """
@@ -364,16 +371,16 @@ class ShardedModel:
 
         def nats(rest, x, targets, weights):
             logits = self._model.logits(rest, x)
-            return jnp.sum(vocab_nats(logits, targets, self._collectives) * weights)
+            return jnp.sum(vocab_nats(logits, targets, self._collectives) * weights, axis=-1)
 
         side = (batch.positions, batch.segments, batch.samples)
         weights = (params["blocks"], taps or {})
         if self.strategy.pp == 1:
-            one = jax.tree.map(lambda x: x[0], (batch, side))
-            batch, side = one
+            one, side = jax.tree.map(lambda x: x[0], (batch, side))
             numbers = jnp.arange(self.config.layers)
-            x = layers(weights, embed(batch.tokens, side), numbers, (0, side))
-            return nats(rest, x, batch.targets, batch.weights), jnp.sum(batch.weights)
+            x = layers(weights, embed(one.tokens, side), numbers, (0, side))
+            found = nats(rest, x, one.targets, one.weights)
+            return SequenceSums(found[None], jnp.sum(batch.weights, axis=-1))
 
         first = jax.lax.map(lambda item: embed(*item), (batch.tokens, side))
         last = run_pipeline(
@@ -390,12 +397,8 @@ class ShardedModel:
         # Logits of one micro-batch at a time are computed again, not kept for all.
         again = jax.checkpoint(nats, prevent_cse=False)
 
-        def add(total, item):
-            return total + again(rest, *item), None
-
-        zero = self._zero_sums(params).nats
-        total, _ = jax.lax.scan(add, zero, (last, batch.targets, batch.weights))
-        return total, jnp.sum(batch.weights)
+        found = jax.lax.map(lambda item: again(rest, *item), (last, batch.targets, batch.weights))
+        return SequenceSums(found, jnp.sum(batch.weights, axis=-1))
 
     def _remat(self, layer):
         def named(x, item):
@@ -438,6 +441,16 @@ class ShardedModel:
             return jax.lax.pmax(x, others) if others else x
 
         return LossSums(*map(total, sums))
+
+    def _of_all_copies(self, x: Float[Array, "m b"]) -> Float[Array, "m b"]:
+        """The sequences of the whole batch, on every device."""
+        x = self._collectives.vary(x)
+        if self.strategy.dp > 1:
+            places = jnp.zeros((self.strategy.dp, *x.shape), x.dtype)
+            places = places.at[jax.lax.axis_index(DATA)].set(x)
+            x = jnp.moveaxis(jax.lax.psum(places, DATA), 0, 1).reshape(len(x), -1)
+        others = tuple(a for a in self._collectives.axes if a != DATA)
+        return jax.lax.pmax(x, others) if others else x
 
     def _zero_sums(self, params: Params) -> LossSums:
         wide = jnp.promote_types(jax.tree.leaves(params)[0].dtype, jnp.float32)

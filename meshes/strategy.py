@@ -9,6 +9,7 @@ one device would. Importable without JAX.
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, cast
 
 from geojax.models.config import TransformerConfig
@@ -223,5 +224,6 @@ def nearest(value: int, legal: Iterable[int]) -> str:
     return " or ".join(str(x) for x in [*below[-1:], *above[:1]])
 
 
-def _divisors(value: int) -> list[int]:
-    return [d for d in range(1, value + 1) if value % d == 0]
+@cache  # a vocabulary takes a millisecond, and each of thousands of strategies asks
+def _divisors(value: int) -> tuple[int, ...]:
+    return tuple(d for d in range(1, value + 1) if value % d == 0)

@@ -47,10 +47,11 @@ class TransformerConfig:
     """One Transformer.
 
     llama: causal; RMSNorm before each part, rotary positions, SwiGLU, no biases (Touvron et al.
-    2023). gpt: causal; LayerNorm before each part, learned positions, tanh GELU, biases (Radford et
-    al. 2019, Brown et al. 2020). bert: every position sees every other; LayerNorm after each part
-    and on the embeddings, learned positions and token types, GELU, biases, and a head with a layer
-    of its own (Devlin et al. 2019).
+    2023); with `qkv_bias` it is a Qwen2 (Yang et al. 2024), with `bidirectional` a LLaDA (Nie et
+    al. 2025), with both and `shifted` a Dream (Ye et al. 2025). gpt: causal; LayerNorm before each
+    part, learned positions, tanh GELU, biases (Radford et al. 2019, Brown et al. 2020). bert: every
+    position sees every other; LayerNorm after each part and on the embeddings, learned positions
+    and token types, GELU, biases, and a head with a layer of its own (Devlin et al. 2019).
     """
 
     vocab_size: int
@@ -77,6 +78,14 @@ class TransformerConfig:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
+    bidirectional: bool = False
+    """Whether every position of a llama sees every other, as in a model of masked diffusion."""
+    qkv_bias: bool = False
+    """Whether a llama's queries, keys and values have biases."""
+    shifted: bool = False
+    """Whether row i predicts token i + 1 though it sees that token's place too, as a model does
+    that was made of an autoregressive one; where unset, a bidirectional model's predicts token i.
+    """
 
     def __post_init__(self):
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "mlp_dim"):
@@ -92,8 +101,14 @@ class TransformerConfig:
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"model {name} {getattr(self, name)} must lie in [0, 1)")
-        if self.learned_positions and self.rope_scaling:
-            raise ValueError(f"model rope_scaling means nothing to a {self.family}; leave it unset")
+        for name in ("rope_scaling", "bidirectional", "qkv_bias", "shifted"):
+            if self.family != "llama" and getattr(self, name):
+                raise ValueError(f"model {name} means nothing to a {self.family}; leave it unset")
+        if self.shifted and not self.bidirectional:
+            raise ValueError(
+                "model shifted True: a causal model's rows always predict the next token; leave it "
+                "unset, or set bidirectional"
+            )
         if self.family == "bert" and not self.tied:
             raise ValueError("model tied False: the head of a bert is its embedding; set it True")
         if self.rope_theta <= 0 or self.norm_eps <= 0:
@@ -130,7 +145,7 @@ class TransformerConfig:
     @property
     def causal(self) -> bool:
         """Whether a position sees only those before it."""
-        return self.family != "bert"
+        return self.family != "bert" and not self.bidirectional
 
     @property
     def learned_positions(self) -> bool:
@@ -146,7 +161,8 @@ class TransformerConfig:
         matrices = 2 * d * d + 2 * d * kv_width
         tables = self.vocab_size * d * (1 if self.tied else 2)
         if self.family == "llama":
-            return self.layers * (matrices + 3 * d * self.mlp_dim + 2 * d) + d + tables
+            vectors = 2 * d + (d + 2 * kv_width if self.qkv_bias else 0)
+            return self.layers * (matrices + 3 * d * self.mlp_dim + vectors) + d + tables
         matrices += 2 * d * self.mlp_dim
         vectors = 2 * d + 2 * kv_width + self.mlp_dim + d + 4 * d  # biases, two norms
         total = self.layers * (matrices + vectors) + tables + self.context * d
@@ -203,6 +219,46 @@ MODELS: dict[str, TransformerConfig] = {
         tied=True,
         rope_theta=500_000.0,
         rope_scaling=RopeScaling(),
+    ),
+    "llada-tiny": TransformerConfig(
+        vocab_size=512, dim=64, layers=2, heads=4, kv_heads=4, mlp_dim=176, bidirectional=True
+    ),
+    "llada-8b": TransformerConfig(
+        vocab_size=126_464,
+        dim=4096,
+        layers=32,
+        heads=32,
+        kv_heads=32,
+        mlp_dim=12_288,
+        context=4096,
+        rope_theta=500_000.0,
+        bidirectional=True,
+    ),
+    "dream-tiny": TransformerConfig(
+        vocab_size=512,
+        dim=64,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        mlp_dim=176,
+        norm_eps=1e-6,
+        bidirectional=True,
+        qkv_bias=True,
+        shifted=True,
+    ),
+    "dream-7b": TransformerConfig(
+        vocab_size=152_064,
+        dim=3584,
+        layers=28,
+        heads=28,
+        kv_heads=4,
+        mlp_dim=18_944,
+        context=131_072,
+        rope_theta=1_000_000.0,
+        norm_eps=1e-6,
+        bidirectional=True,
+        qkv_bias=True,
+        shifted=True,
     ),
     "gpt-tiny": TransformerConfig(
         vocab_size=512,

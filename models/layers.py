@@ -92,10 +92,13 @@ class Attention(nnx.Module):
         self.key = normal_init(rngs, dim, kv_width, fan_in=dim)
         self.value = normal_init(rngs, dim, kv_width, fan_in=dim)
         self.out = normal_init(rngs, dim, dim, fan_in=dim, scale=residual_scale(config))
-        self.biased = config.family != "llama"
+        self.out_biased = config.family != "llama"
+        self.biased = self.out_biased or config.qkv_bias
         if self.biased:
-            self.query_bias, self.key_bias = zeros_init(dim), zeros_init(kv_width)
-            self.value_bias, self.out_bias = zeros_init(kv_width), zeros_init(dim)
+            self.query_bias = zeros_init(dim)
+            self.key_bias, self.value_bias = zeros_init(kv_width), zeros_init(kv_width)
+        if self.out_biased:
+            self.out_bias = zeros_init(dim)
         self.head_dim, self.causal = config.head_dim, config.causal
         self.drop_rate = config.attention_dropout
 
@@ -119,7 +122,7 @@ class Attention(nnx.Module):
         mixed = attend(q, k, v, segments, self.causal, drop)
         mixed = mixed.reshape(*mixed.shape[:2], -1)
         out = collectives.leave(mixed @ self.out[...].astype(x.dtype))
-        return out + self.out_bias[...].astype(x.dtype) if self.biased else out
+        return out + self.out_bias[...].astype(x.dtype) if self.out_biased else out
 
     def _project(self, x: Float[Array, "b t d"], name: str) -> Float[Array, "b t h e"]:
         y = x @ getattr(self, name)[...].astype(x.dtype)

@@ -49,6 +49,16 @@ MODELS = {
     "bert": replace(_GPT, family="bert"),
     "llama": replace(_GPT, family="llama", kv_heads=4, tied=False),
     "llama-tied": replace(_GPT, family="llama"),
+    # A Dream, which has all that a llama can have.
+    "dream": replace(
+        _GPT,
+        family="llama",
+        kv_heads=4,
+        tied=False,
+        bidirectional=True,
+        qkv_bias=True,
+        shifted=True,
+    ),
 }
 
 

@@ -368,17 +368,17 @@ BAD_RUNS = [
     (
         BERT,
         {"data": replace(BERT.data, masking=None)},
-        r"a bert sees the tokens it predicts .*; set data.masking to MaskingConfig\(\), or choose",
+        r"a bert .* sees the tokens it predicts .*; set data.masking to",
     ),
     (
         MEASURED,
         {"data": BERT.data},
-        "data.masking hides tokens .* a llama sees one; set data.masking to None, or choose a bert",
+        "data.masking hides tokens .* this llama sees one; set data.masking to None, choose a bert",
     ),
     (
         BERT,
         {"model": get_model("gpt-tiny")},
-        "data.masking hides tokens .* a gpt sees one; set data.masking to None, or choose a bert",
+        "data.masking hides tokens .* this gpt sees one; set data.masking to None, choose a bert",
     ),
     (
         BERT,

@@ -18,7 +18,7 @@ from geojax.config.geomesh import (
     slice_strategy,
 )
 from geojax.config.platform import ClusterConfig, PlatformConfig, WatchdogConfig
-from geojax.config.run import RunConfig, with_chain, with_seed
+from geojax.config.run import RunConfig, default_masking, with_chain, with_seed
 from geojax.config.train import (
     AnomalyConfig,
     CheckpointConfig,
@@ -55,6 +55,7 @@ __all__ = [
     "TokenizerConfig",
     "TrainConfig",
     "WatchdogConfig",
+    "default_masking",
     "require",
     "slice_strategy",
     "with_chain",

@@ -13,13 +13,17 @@ class SourceConfig:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
-    kind: Literal["wiki", "pydoc", "files", "huggingface"] = "wiki"
+    kind: Literal["wiki", "pydoc", "files", "huggingface", "tasks"] = "wiki"
     """wiki: 10,033 Wikipedia extracts from a package; pydoc: Python's own documentation topics;
-    files: the user's own; huggingface: a dataset, where `datasets` is installed."""
+    files: the user's own; huggingface: a dataset, where `datasets` is installed; tasks: generated
+    ones with one right answer (geojax.data.tasks), which need no tokenizer."""
     paths: tuple[str, ...] = ()
     """files: text files, .jsonl files, folders or globs."""
     text_field: str = "text"
     """Field that holds the text, in JSONL records and Hugging Face rows."""
+    prompt_field: str = ""
+    """Field that holds what the text is an answer to, and that is seen but never predicted; each
+    record is then a sequence of its own. Empty: there is none."""
     dataset: str = ""
     """huggingface: name or local folder, as `datasets.load_dataset` takes it."""
     subset: str = ""
@@ -37,6 +41,16 @@ class SourceConfig:
             self.text_field == "text" or self.kind in ("files", "huggingface"),
             f"data.source.text_field {self.text_field!r} means nothing to kind {self.kind!r}; "
             "leave it unset",
+        )
+        require(
+            not self.prompt_field or self.kind in ("files", "huggingface"),
+            f"data.source.prompt_field {self.prompt_field!r} means nothing to kind {self.kind!r}; "
+            "leave it unset",
+        )
+        require(
+            not self.prompt_field or self.prompt_field != self.text_field,
+            f"data.source.prompt_field and data.source.text_field are both {self.text_field!r}; "
+            "name the field of the answer in text_field",
         )
         require(
             self.split == "train" or self.kind == "huggingface",
@@ -84,21 +98,41 @@ class TokenizerConfig:
 
 @dataclass(frozen=True)
 class MaskingConfig:
-    """Masked-language modelling (Devlin et al. 2019): chosen tokens are predicted where they stand.
-
-    A chosen token becomes the mask token, save for the two shares below.
-    """
+    """Tokens are hidden behind the mask token and predicted where they stand."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
+    kind: Literal["bert", "diffusion"] = "bert"
+    """bert: a fixed share of a sequence (Devlin et al. 2019). diffusion: any number of its tokens
+    alike, the loss weighted by their inverse share: a bound on the likelihood (Nie et al. 2025,
+    "Large Language Diffusion Models")."""
     fraction: float = 0.15
-    """Share of a sequence's tokens that are chosen, at least one; end-of-text never is."""
+    """bert: share of a sequence's tokens that are chosen, at least one; end-of-text never is."""
     keep: float = 0.1
-    """Share of the chosen ones that stay as they are."""
+    """bert: share of the chosen ones that stay as they are."""
     randomize: float = 0.1
-    """Share of the chosen ones that become a token drawn from the vocabulary."""
+    """bert: share of the chosen ones that become a token drawn from the vocabulary."""
+    cut: float = 0.0
+    """diffusion: share of the training sequences that are cut to a random length, so that the model
+    learns lengths other than data.seq_len (0.01 there)."""
 
     def __post_init__(self):
+        if self.kind == "diffusion":
+            for name, default in (("fraction", 0.15), ("keep", 0.1), ("randomize", 0.1)):
+                require(
+                    getattr(self, name) == default,
+                    f"data.masking.{name} {getattr(self, name)} means nothing to data.masking.kind "
+                    "'diffusion'; leave it unset",
+                )
+        require(
+            0 <= self.cut <= 1,
+            f"data.masking.cut {self.cut} must lie in 0..1; use 0.01",
+        )
+        require(
+            not self.cut or self.kind == "diffusion",
+            f"data.masking.cut {self.cut} goes with data.masking.kind 'diffusion' only; leave it "
+            "unset",
+        )
         require(
             0 < self.fraction <= 1,
             f"data.masking.fraction {self.fraction} must be above 0 and at most 1; use 0.15",

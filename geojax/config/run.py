@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from geojax.config.base import STRICT, ConfigError, require
 from geojax.config.cona import ChainLeg, ConaConfig, NoiseConfig, ScalingConfig
-from geojax.config.data import DataConfig
+from geojax.config.data import DataConfig, MaskingConfig
 from geojax.config.geomesh import (
     BalanceConfig,
     ClockConfig,
@@ -198,19 +198,23 @@ class RunConfig:
         ids = tokenizer.vocab_size + (masking is not None)
         mask = " and its mask token" if masking else ""
         require(
-            tokenizer.kind != "bpe" or ids <= model.vocab_size,
+            self.data.source.kind == "tasks" or tokenizer.kind != "bpe" or ids <= model.vocab_size,
             f"data.tokenizer.vocab_size {tokenizer.vocab_size}{mask} exceeds model.vocab_size "
             f"{model.vocab_size}; raise the model's or lower the tokenizer's",
         )
         require(
             model.causal or masking,
-            f"a {model.family} sees the tokens it predicts unless they are masked; set "
-            "data.masking to MaskingConfig(), or choose a llama or gpt",
+            f"a {model.family} that sees both sides sees the tokens it predicts unless they are "
+            "masked; set data.masking to MaskingConfig(), or choose a causal model",
         )
         require(
             not model.causal or not masking,
-            f"data.masking hides tokens for a model that sees both sides, and a {model.family} "
-            "sees one; set data.masking to None, or choose a bert",
+            f"data.masking hides tokens for a model that sees both sides, and this {model.family} "
+            "sees one; set data.masking to None, choose a bert, or make a llama bidirectional",
+        )
+        require(
+            self.eval.draws == 1 or masking,
+            f"eval.draws {self.eval.draws} is of masks, and nothing is masked; leave it unset",
         )
         require(
             not model.context or self.data.seq_len <= model.context,
@@ -280,6 +284,13 @@ class RunConfig:
     def clocked_model(self) -> TransformerConfig:
         """The model whose time the modelled clock counts."""
         return get_model(self.clock.model) if self.clock.model else self.model
+
+
+def default_masking(model: TransformerConfig) -> MaskingConfig | None:
+    """How a model of that kind is trained and scored; None: by the next token."""
+    if model.causal:
+        return None
+    return MaskingConfig() if model.family == "bert" else MaskingConfig(kind="diffusion", cut=0.01)
 
 
 def with_seed(config: RunConfig, seed: int) -> RunConfig:

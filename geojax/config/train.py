@@ -161,8 +161,11 @@ class EvalConfig:
     first: int = 0
     """The first of them; tuning and reporting look at different ones."""
     batch: int = 32
+    draws: int = 1
+    """Masks that each sequence is scored under, where data.masking is set."""
 
     def __post_init__(self):
+        require(self.draws >= 1, f"eval.draws {self.draws} must be at least 1")
         require(self.every_tokens >= 0, f"eval.every_tokens {self.every_tokens} must be at least 0")
         require(self.sequences >= 1, f"eval.sequences {self.sequences} must be at least 1")
         require(self.first >= 0, f"eval.first {self.first} must be at least 0")

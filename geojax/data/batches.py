@@ -8,8 +8,9 @@ inner steps take disjoint, contiguous ranges from it, and a resumed run continue
 sample. Every sequence carries its number, from which dropout draws as well.
 
 Sequence s covers tokens [s T, s T + T + 1) of the stream, so an epoch predicts every token once,
-save the stream's first and the fewer than T that fill no sequence. Under masking its tokens are the
-first T of these, its targets the same tokens, and its loss is of the masked ones alone.
+save the stream's first and the fewer than T that fill no sequence; or it is one example. Under
+masking its tokens are the first T of these, its targets the same tokens, and its loss is of the
+masked ones alone. A shifted model predicts them one place earlier, and so never a first token.
 
 Shapes: S steps, B sequences a batch, T tokens a sequence.
 """
@@ -23,9 +24,11 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 from jaxtyping import Float32, Int32, UInt32
 
-from geojax.config import MaskingConfig
+from geojax.config import DataConfig, MaskingConfig
 from geojax.data.corpus import Corpus
 from geojax.data.masking import Masker
+from geojax.data.splits import Split, Windows
+from geojax.data.task_set import TaskSet
 
 if TYPE_CHECKING:
     import grain
@@ -36,10 +39,11 @@ class Batch(NamedTuple):
 
     tokens: Int32[np.ndarray, "*lead T"]
     targets: Int32[np.ndarray, "*lead T"]
-    """The token after each; under masking, the token that each was."""
+    """The token after each; under masking, the token that each was, or of a shifted model the
+    token that the one after it was."""
     weights: Float32[np.ndarray, "*lead T"]
-    """1 where the target bears loss, 0 at padding and, under a document mask, after end-of-text;
-    under masking, 1 at masked tokens only."""
+    """What a target counts in the loss: 1, or 0 at padding, in prompts and, under a document mask,
+    after end-of-text; under masking, as the masker says, and 0 where nothing is masked."""
     segments: Int32[np.ndarray, "*lead T"]
     """Number of the document inside the sequence under a document mask, else 0. Under masking,
     where tokens see those after them, padding has a number of its own."""
@@ -72,17 +76,19 @@ def allot(cursor: int, sequences: Sequence[int]) -> tuple[list[range], int]:
 class TrainSequences:
     """Training sequences by global sample."""
 
-    corpus: Corpus
+    corpus: Corpus | TaskSet
     seq_len: int
     seed: int
     """At least 0."""
     document_mask: bool = False
     masking: MaskingConfig | None = None
+    shifted: bool = False
+    """Whether the model predicts a masked token one place before it."""
 
     @property
     def sequences(self) -> int:
         """Sequences an epoch."""
-        return (len(self.corpus.train) - 1) // self.seq_len
+        return self._split.sequences
 
     def ids(self, start: int, stop: int) -> list[tuple[int, int]]:
         """(epoch, sequence in the stream) of global samples start..stop."""
@@ -131,14 +137,19 @@ class TrainSequences:
         samples = (start + np.arange(padded_steps)[:, None] * batch + places).reshape(-1)
         order = self._order
         flat = _read(
-            self.corpus.train,
-            [cast(int, order[n]) for n in samples[: steps * len(places)].tolist()],
+            self._split.read(
+                [cast(int, order[n]) for n in samples[: steps * len(places)].tolist()]
+            ),
             samples,
-            self.seq_len,
             self.corpus.eos_id if self.document_mask else None,
             self._masker,
+            self.shifted,
         )
         return Batch(*(x.reshape(padded_steps, len(places), *x.shape[1:]) for x in flat))
+
+    @cached_property
+    def _split(self) -> Split:
+        return self.corpus.split("train", self.seq_len)
 
     @cached_property
     def _masker(self) -> Masker | None:
@@ -156,63 +167,79 @@ class TrainSequences:
 class ValidSequences:
     """Held-out sequences in the order of the stream; a last one that is not full is padded.
 
-    Masks depend on the sequence alone, so that evaluations, and runs of all seeds, compare.
+    Masks depend on the sequence and the draw alone, so that evaluations, and runs of all seeds,
+    compare.
     """
 
-    corpus: Corpus
+    corpus: Corpus | TaskSet
     seq_len: int
     document_mask: bool = False
     masking: MaskingConfig | None = None
+    shifted: bool = False
+    """Whether the model predicts a masked token one place before it."""
 
     @property
     def sequences(self) -> int:
         """Sequences there are."""
-        return -((1 - len(self.corpus.valid)) // self.seq_len)
+        return self._split.sequences
 
-    def batches(self, batch: int, sequences: int, first: int = 0) -> Iterator[Batch]:
-        """Yield `sequences` sequences from `first` on, or what there is of them, as [B, T].
+    def batches(
+        self, batch: int, sequences: int, first: int = 0, draws: int = 1
+    ) -> Iterator[Batch]:
+        """Yield `sequences` sequences from `first` on, or what there is of them, as [B, T], under
+        `draws` masks one after another.
 
-        The last batch is filled up with rows of weight 0.
+        The last batch of a draw is filled up with rows of weight 0.
         """
-        stream = self.corpus.valid
         end = min(first + sequences, self.sequences)
         eos_id = self.corpus.eos_id if self.document_mask else None
-        for start in range(first, end, batch):
-            rows = range(start, min(start + batch, end))
-            samples = np.arange(start, start + batch)
-            yield _read(stream, rows, samples, self.seq_len, eos_id, self._masker)
+        for draw in range(draws):
+            for start in range(first, end, batch):
+                windows = self._split.read(range(start, min(start + batch, end)))
+                samples = np.arange(start, start + batch) + draw * self.sequences
+                yield _read(windows, samples, eos_id, self._masker, self.shifted)
+
+    @cached_property
+    def _split(self) -> Split:
+        return self.corpus.split("valid", self.seq_len)
 
     @cached_property
     def _masker(self) -> Masker | None:
         return _masker(self.corpus, self.masking, None)
 
 
-def _masker(corpus: Corpus, masking: MaskingConfig | None, seed: int | None) -> Masker | None:
+def both_splits(
+    corpus: Corpus | TaskSet, config: DataConfig, shifted: bool
+) -> tuple[TrainSequences, ValidSequences]:
+    """The sequences of a run; `shifted`: as in them."""
+    how = (config.document_mask, config.masking, shifted)
+    train = TrainSequences(corpus, config.seq_len, config.seed, *how)
+    return train, ValidSequences(corpus, config.seq_len, *how)
+
+
+def _masker(
+    corpus: Corpus | TaskSet, masking: MaskingConfig | None, seed: int | None
+) -> Masker | None:
     if masking is None:
         return None
     return Masker(masking, corpus.mask_id, corpus.ordinary, seed)
 
 
 def _read(
-    stream: np.ndarray,
-    sequences: Sequence[int],
+    windows: Windows,
     samples: np.ndarray,
-    seq_len: int,
     eos_id: int | None,
     masker: Masker | None,
+    shifted: bool,
 ) -> Batch:
-    """`sequences` of `stream` as [rows, T], `samples` being the number of each row; rows beyond the
-    sequences, and places beyond the stream, are zeros of weight 0. `eos_id` masks documents; None
-    packs them as one."""
-    rows = len(samples)
-    places = np.array(sequences, np.int64)[:, None] * seq_len + np.arange(seq_len + 1)
-    inside = places < len(stream)
-    windows = np.zeros((rows, seq_len + 1), np.int32)
-    windows[: len(places)] = stream[np.where(inside, places, 0)] * inside
-    real = np.zeros((rows, seq_len + 1), bool)
-    real[: len(places)] = inside
-    tokens, targets = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
-    weights = real[:, 1:].astype(np.float32)
+    """Windows as [rows, T], `samples` being the number of each row; rows beyond the windows are
+    zeros of weight 0. `eos_id` masks documents; None packs them as one."""
+    rows, seq_len = len(samples), windows.tokens.shape[1] - 1
+    whole, real, scored = (
+        np.concatenate([x, np.zeros((rows - len(x), seq_len + 1), x.dtype)]) for x in windows
+    )
+    tokens, targets = np.ascontiguousarray(whole[:, :-1]), np.ascontiguousarray(whole[:, 1:])
+    weights = scored[:, 1:].astype(np.float32)
     positions = np.tile(np.arange(seq_len, dtype=np.int32), (rows, 1))
     segments = np.zeros_like(tokens)
     samples = samples.astype(np.uint64)
@@ -223,7 +250,17 @@ def _read(
         positions = positions - np.maximum.accumulate(positions * starts, axis=1)
         weights *= tokens != eos_id
     if masker:
-        targets = tokens
-        tokens, weights = masker(tokens, samples, real[:, :-1])
-        segments = segments + ~real[:, :-1]
+        targets, real, scored = tokens, real[:, :-1], scored[:, :-1].copy()
+        real = real & (np.arange(seq_len) < masker.lengths(samples, seq_len)[:, None])
+        scored &= real
+        if shifted:
+            # Who predicts a token is the one before it, of the same document.
+            scored[:, 0] = False
+            scored[:, 1:] &= segments[:, 1:] == segments[:, :-1]
+        tokens, weights = masker(tokens, samples, scored)
+        segments = segments + ~real
+        if shifted:
+            last = np.zeros((rows, 1))
+            targets = np.append(targets[:, 1:], last.astype(np.int32), axis=1)
+            weights = np.append(weights[:, 1:], last.astype(np.float32), axis=1)
     return Batch(tokens, targets, weights, segments, positions, samples.astype(np.uint32))

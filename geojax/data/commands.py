@@ -2,10 +2,17 @@
 """What the command line says of a corpus."""
 
 from geojax.data.corpus import Corpus
+from geojax.data.task_set import TaskSet
+from geojax.data.tasks import TASKS
 
 
-def describe(corpus: Corpus) -> list[tuple[str, str]]:
+def describe(corpus: Corpus | TaskSet) -> list[tuple[str, str]]:
     """Rows of (label, value) for the console."""
+    if isinstance(corpus, TaskSet):
+        return [
+            ("tasks", f"{', '.join(task.name for task in TASKS)}; made as they are read"),
+            ("vocabulary", f"{corpus.vocab_size} ids, mask {corpus.mask_id}"),
+        ]
     tokens = len(corpus.train) + len(corpus.valid)
     rows = [
         ("documents", f"{corpus.train_documents:,} train, {corpus.valid_documents:,} validation"),
@@ -16,7 +23,12 @@ def describe(corpus: Corpus) -> list[tuple[str, str]]:
         ("sequences", f"{corpus.sequences:,} an epoch of {corpus.seq_len:,} tokens each"),
         ("folder", str(corpus.folder)),
     ]
-    if masking := corpus.masking:
+    masking = corpus.masking
+    if masking and masking.kind == "diffusion":
+        cut = f"; {_percent(masking.cut)} of sequences cut to any length" if masking.cut else ""
+        line = f"any share of a sequence hidden by token {corpus.mask_id} and predicted{cut}"
+        rows.insert(-1, ("masking", line))
+    elif masking:
         fates = {
             f"token {corpus.mask_id}": 1 - masking.randomize - masking.keep,
             "random": masking.randomize,

@@ -2,9 +2,10 @@
 """Corpora: a source tokenised ahead of time, as two memory-mapped token streams.
 
 Invariant: a corpus folder exists whole or not at all, its name follows from the documents, the
-tokenizer and the split, and which side a document is on depends on its text and `valid_fraction`
-alone. A stream is every document's ids followed by end-of-text, in the order of the source; tokens
-are masked when it is read, so that runs with and without masking share a corpus.
+tokenizer and the split, and which side a document is on depends on its text, or its prompt where it
+has one, and `valid_fraction` alone. A stream is every document's ids, those of its prompt first,
+followed by end-of-text, in the order of the source; tokens are masked when it is read, so that runs
+with and without masking share a corpus.
 """
 
 import hashlib
@@ -15,13 +16,15 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import batched
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Bool, UInt
+from jaxtyping import Bool, Int64, UInt
 
 from geojax.config import ConfigError, DataConfig, MaskingConfig, require
-from geojax.data.sources import atomic, iter_documents
+from geojax.data.sources import Document, atomic, iter_documents
+from geojax.data.splits import Examples, Split, Stream
+from geojax.data.task_set import TaskSet, prepare_tasks
 from geojax.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer, tokenizer_key
 
 FORMAT = 1  # raised when the same settings would give another stream
@@ -47,11 +50,23 @@ class Corpus:
     tokenizer_fingerprint: str
     masking: MaskingConfig | None = None
     """Of the config that this corpus was prepared for."""
+    train_examples: Int64[np.ndarray, "_ 3"] | None = None
+    """Where each document, its answer and its end lie, if documents have prompts."""
+    valid_examples: Int64[np.ndarray, "_ 3"] | None = None
 
     @property
     def sequences(self) -> int:
         """Training sequences an epoch; the last one's targets end within the stream."""
-        return (len(self.train) - 1) // self.seq_len
+        return self.split("train", self.seq_len).sequences
+
+    def split(self, name: Literal["train", "valid"], seq_len: int) -> Split:
+        """Its sequences. Under diffusion, end-of-text follows an answer to the sequence's end."""
+        tokens = self.train if name == "train" else self.valid
+        examples = self.train_examples if name == "train" else self.valid_examples
+        if examples is None:
+            return Stream(tokens, seq_len, partial=name == "valid")
+        filled = self.masking is not None and self.masking.kind == "diffusion"
+        return Examples(tokens, examples, seq_len, self.eos_id if filled else None)
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the ids."""
@@ -88,7 +103,7 @@ def prepare(
     cache: Path | None = None,
     progress: Callable[[str], None] | None = None,
     known: str | None = None,
-) -> Corpus:
+) -> Corpus | TaskSet:
     """The corpus of `config` for a model of `vocab_size` entries, from `cache` where it is there.
 
     `progress` receives a line for each slow step. `known`: identity of a corpus made before, which
@@ -97,6 +112,8 @@ def prepare(
     sequence, or the tokenizer, with its mask token where text is masked, has more entries than the
     model.
     """
+    if config.source.kind == "tasks":
+        return prepare_tasks(config.seq_len, config.masking, vocab_size)
     cache = cache or cache_dir()
     progress = progress or (lambda line: None)
     if known and (cache / "corpora" / known).is_dir():
@@ -113,6 +130,7 @@ def prepare(
         ) from error
     corpus = _load(folder, config)
     _require_vocab(corpus, vocab_size, config)
+    _require_whole(corpus, config)
     require(
         corpus.sequences >= 1,
         f"the training split has {len(corpus.train)} tokens, fewer than one sequence of "
@@ -121,9 +139,16 @@ def prepare(
     return corpus
 
 
-def _place(text: str) -> float:
-    """Where a document falls in [0, 1); validation lies below `valid_fraction`."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
+def _place(document: Document) -> float:
+    """Where a document falls in [0, 1); validation lies below `valid_fraction`. All answers to one
+    prompt are on one side."""
+    decides = document.prompt or document.text
+    return int.from_bytes(hashlib.sha256(decides.encode()).digest()[:6], "big") / 2**48
+
+
+def _whole(document: Document) -> str:
+    """What the tokenizer is trained on, and what names a corpus."""
+    return f"{document.prompt}\0{document.text}" if document.prompt else document.text
 
 
 def _fingerprint(config: DataConfig, cache: Path) -> str:
@@ -132,9 +157,9 @@ def _fingerprint(config: DataConfig, cache: Path) -> str:
         f"{FORMAT} {tokenizer_key(config.tokenizer)} {config.valid_fraction}".encode()
     )
     places = []
-    for text in iter_documents(config.source, cache):
-        digest.update(hashlib.sha256(text.encode()).digest())
-        places.append(_place(text))
+    for document in iter_documents(config.source, cache):
+        digest.update(hashlib.sha256(_whole(document).encode()).digest())
+        places.append(_place(document))
     require(places, f"data.source {config.source.kind!r} holds no documents; add text")
     distinct = sorted(set(places))
     require(
@@ -157,10 +182,16 @@ def _between(places: list[float]) -> float:
     return (places[first - 1] + places[first]) / 2
 
 
-def _documents(config: DataConfig, cache: Path, valid: bool) -> Iterator[str]:
-    for text in iter_documents(config.source, cache):
-        if (_place(text) < config.valid_fraction) == valid:
-            yield text
+def _documents(config: DataConfig, cache: Path, valid: bool) -> Iterator[Document]:
+    for document in iter_documents(config.source, cache):
+        if (_place(document) < config.valid_fraction) == valid:
+            yield document
+
+
+def _texts(config: DataConfig, cache: Path) -> Iterator[str]:
+    """Of the training split."""
+    for document in _documents(config, cache, valid=False):
+        yield from filter(None, (document.prompt, document.text))
 
 
 def _write(
@@ -171,9 +202,7 @@ def _write(
     progress: Callable[[str], None],
 ) -> None:
     progress(f"making the {config.tokenizer.kind} tokenizer")
-    tokenizer = load_tokenizer(
-        config.tokenizer, partial(_documents, config, cache, valid=False), cache
-    )
+    tokenizer = load_tokenizer(config.tokenizer, partial(_texts, config, cache), cache)
     _require_vocab(tokenizer, vocab_size, config)
     # Every id is below the tokenizer's vocab_size, so none can wrap around.
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
@@ -188,17 +217,24 @@ def _write(
         temporary.mkdir()
         tokenizer.save(temporary / "tokenizer.json")
         for split in ("train", "valid"):
-            documents = tokens = 0
+            places, tokens = list[tuple[int, int, int]](), 0
             with (temporary / f"{split}.bin").open("wb") as file:
                 texts = _documents(config, cache, valid=split == "valid")
                 for group in batched(texts, _DOCUMENTS_A_CALL):
-                    for ids in tokenizer.encode_batch(list(group)):
-                        file.write(np.append(ids, tokenizer.eos_id).astype(dtype).tobytes())
-                        tokens += len(ids) + 1
-                    documents += len(group)
-                    meta["text_bytes"] += sum(len(text.encode()) for text in group)
-                    progress(f"tokenising {split}: {documents:,} documents, {tokens:,} tokens")
-            meta |= {f"{split}_documents": documents, f"{split}_tokens": tokens}
+                    prompts = tokenizer.encode_batch([document.prompt for document in group])
+                    answers = tokenizer.encode_batch([document.text for document in group])
+                    for prompt, answer in zip(prompts, answers, strict=True):
+                        ids = np.concatenate([prompt, answer, [tokenizer.eos_id]])
+                        file.write(ids.astype(dtype).tobytes())
+                        places.append((tokens, tokens + len(prompt), tokens + len(ids)))
+                        tokens += len(ids)
+                    meta["text_bytes"] += sum(
+                        len(d.prompt.encode() + d.text.encode()) for d in group
+                    )
+                    progress(f"tokenising {split}: {len(places):,} documents, {tokens:,} tokens")
+            if config.source.prompt_field:
+                np.save(temporary / f"{split}_examples.npy", np.array(places, np.int64))
+            meta |= {f"{split}_documents": len(places), f"{split}_tokens": tokens}
         (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
@@ -206,23 +242,41 @@ def _load(folder: Path, config: DataConfig) -> Corpus:
     try:
         meta = json.loads((folder / "meta.json").read_text())
         dtype = meta.pop("dtype")
-        streams = {}
+        streams, examples = {}, {}
         for split in ("train", "valid"):
             streams[split] = np.memmap(folder / f"{split}.bin", dtype, mode="r")
             if len(streams[split]) != meta.pop(f"{split}_tokens"):
                 raise ValueError(f"{split}.bin has another length than meta.json says")
+            if config.source.prompt_field:
+                examples[f"{split}_examples"] = np.load(folder / f"{split}_examples.npy")
         return Corpus(
             folder=folder,
             seq_len=config.seq_len,
             train=streams["train"],
             valid=streams["valid"],
             masking=config.masking,
+            **examples,
             **meta,
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"corpus {folder} is damaged ({error}); delete the folder and run again"
         ) from error
+
+
+def _require_whole(corpus: Corpus, config: DataConfig) -> None:
+    """No example is cut: what it ends in may be what matters."""
+    for split in (corpus.train_examples, corpus.valid_examples):
+        if split is not None:
+            lengths = split[:, 2] - split[:, 0]
+            longest = int(lengths.argmax())
+            require(
+                lengths[longest] <= config.seq_len,
+                f"example {longest} has {lengths[longest]} tokens with its prompt and end-of-text, "
+                f"more than data.seq_len {config.seq_len} ({np.sum(lengths > config.seq_len)} of "
+                f"{len(lengths)} have); set data.seq_len to {lengths[longest]}, or leave long ones "
+                "out of the data",
+            )
 
 
 def _require_vocab(ids: Tokenizer | Corpus, model_size: int, config: DataConfig) -> None:

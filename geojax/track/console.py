@@ -150,9 +150,10 @@ class RunConsole:
     def eval_line(self, record: Record) -> None:
         """Print an evaluation."""
         loss, perplexity = record["loss"], record["perplexity"]
+        bound = f" +- {record['standard_error']:.4f} (a bound)" if record.get("bound") else ""
         self._print(
             f"  held-out after round {record['round']}, {format_seconds(record['seconds'])} "
-            f"{self._clock}: loss {'-' if loss is None else f'{loss:.4f}'}, perplexity "
+            f"{self._clock}: loss {'-' if loss is None else f'{loss:.4f}'}{bound}, perplexity "
             f"{'-' if perplexity is None else f'{perplexity:.2f}'}"
         )
 

@@ -5,10 +5,10 @@ from dataclasses import asdict
 from typing import Any
 
 from geojax.config import RunConfig, require
-from geojax.data import Corpus
+from geojax.data import Corpus, TaskSet
 
 
-def origin(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
+def origin(config: RunConfig, corpus: Corpus | TaskSet) -> dict[str, Any]:
     """Facts of a checkpoint that the run which continues it must share, as JSON."""
     return {
         "slices": [s.name for s in config.slices],
@@ -18,7 +18,7 @@ def origin(config: RunConfig, corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def check_origin(meta: dict[str, Any], config: RunConfig, corpus: Corpus) -> None:
+def check_origin(meta: dict[str, Any], config: RunConfig, corpus: Corpus | TaskSet) -> None:
     """ConfigError where the checkpoint with these facts is of another run."""
     ours = origin(config, corpus)
     require(

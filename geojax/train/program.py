@@ -24,7 +24,7 @@ from geojax.cona.rules import beta2_for
 from geojax.config import ConfigError, OptimizerConfig, TrainConfig
 from geojax.data import Batch, empty_batch
 from geojax.meshes.axes import strategy_mesh
-from geojax.meshes.gradient import LossSums, Sequences, ShardedModel, gradient_parts
+from geojax.meshes.gradient import Sequences, SequenceSums, ShardedModel, gradient_parts
 from geojax.meshes.pipeline import storage_order
 from geojax.meshes.reshard import in_stack, reshard
 from geojax.meshes.rules import state_specs
@@ -90,7 +90,7 @@ class Program:
         self.parts = gradient_parts(strategy)
         self._steps = {probe: self._make_step(probe) for probe in (False, True)}
         self._compiled: dict[tuple[int, bool], jax.stages.Compiled] = {}
-        self._evaluations: dict[int, Callable[..., LossSums]] = {}
+        self._evaluations: dict[int, Callable[..., SequenceSums]] = {}
         self._jit = partial(jax.jit, compiler_options=compiler_options)
         self._lock = threading.Lock()
 
@@ -274,11 +274,12 @@ class Program:
         return replace(state, opt_state=optax.tree_utils.tree_set(state.opt_state, nu=scaled))
 
     def evaluate(
-        self, params: Params, batches: Callable[[int], Iterable[Batch]], rows: int
+        self, params: Params, batches: Callable[[int], Iterable[Batch]], rows: int, draws: int = 1
     ) -> Evaluation:
         """Loss on held-out batches, nothing dropped; params on the devices.
 
-        `batches(b)` yields host batches [b, T]; b is `rows`, raised to what the mesh divides.
+        `batches(b)` yields host batches [b, T], all of them `draws` times; b is `rows`, raised to
+        what the mesh divides.
         """
         unit = self.strategy.dp * self.strategy.pp
         micro = -(-rows // unit)
@@ -287,11 +288,11 @@ class Program:
             self._evaluations[micro] = self._jit(self._lay_out(strategy).loss)
         sharding = NamedSharding(self.mesh, self._sharded.batch_spec)
 
-        def sums(batch: Batch) -> LossSums:
+        def sums(batch: Batch) -> SequenceSums:
             split = jax.tree.map(lambda x: x.reshape(self.strategy.pp, -1, *x.shape[1:]), batch)
             return self._evaluations[micro](params, jax.device_put(Sequences(*split), sharding))
 
-        return summarize([sums(batch) for batch in batches(strategy.global_batch)])
+        return summarize([sums(batch) for batch in batches(strategy.global_batch)], draws)
 
     def _lay_out(self, strategy: Strategy) -> ShardedModel:
         task = self.task

@@ -58,7 +58,10 @@ def _expected_switch(config: RunConfig) -> float:
 
 
 def candidates(config: RunConfig, devices: Sequence[jax.Device]) -> Sequence[Candidate]:
-    """Strategies that CONA may choose from: those that fit the modelled cluster, or `devices`."""
+    """Strategies that CONA may choose from: those that fit the modelled cluster, or `devices`.
+
+    ConfigError where cona.layouts leaves none.
+    """
     assert config.cona is not None
     batches, micro = (
         tuple(sorted(x)) for x in (config.cona.global_batches, config.cona.micro_batches)
@@ -73,7 +76,15 @@ def candidates(config: RunConfig, devices: Sequence[jax.Device]) -> Sequence[Can
         nodes = jax.process_count()
         cluster = Cluster(gpu, nodes, max(len(devices) // nodes, 1))
         job = Job(config.model, config.data.seq_len, cluster, optimizer, batches, micro)
-    return make_plan(job, A100, extrapolated).candidates
+    found = make_plan(job, A100, extrapolated).candidates
+    if config.cona.layouts == "dp":
+        found = tuple(c for c in found if c.strategy.tp == c.strategy.pp == 1)
+        require(
+            found,
+            f"cona.layouts 'dp': no strategy without tp and pp fits {job.cluster.gpus} devices at "
+            f"batches {list(batches)}; use 'all', or add batches that divide by the devices",
+        )
+    return found
 
 
 def clock_cluster(config: RunConfig) -> Cluster:

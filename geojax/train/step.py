@@ -7,8 +7,7 @@ A step that would do harm leaves the state as it was and is counted.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -17,12 +16,10 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from geojax.cona.noise import Moments
-from geojax.config import TrainConfig, require
+from geojax.config import TrainConfig
 from geojax.data import Batch
 from geojax.meshes.gradient import LossSums, Squares
-from geojax.models.config import TransformerConfig
 from geojax.models.transformer import Params
-from geojax.models.weights import load_safetensors, read_config
 from geojax.train.noise import Measure
 from geojax.train.optim import make_optimizer, make_schedule
 
@@ -66,17 +63,6 @@ def init_state(params: Params, config: TrainConfig) -> TrainState:
     """State before the first step."""
     opt_state = make_optimizer(config.optimizer).init(params)
     return TrainState(params, opt_state, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
-
-
-def read_init(folder: str, model: TransformerConfig) -> Params:
-    """Host parameters from a folder of safetensors; ConfigError where they are of another model."""
-    path = Path(folder).expanduser()
-    theirs = read_config(path)
-    require(
-        replace(theirs, dropout=model.dropout, attention_dropout=model.attention_dropout) == model,
-        f"init {folder} holds {theirs}, and the config's model is {model}; set model to match",
-    )
-    return load_safetensors(path, model)
 
 
 def make_train_step(
@@ -123,7 +109,7 @@ def make_train_step(
             mean_loss=(memory * state.mean_loss + (1 - memory) * mean_loss).astype(jnp.float32),
         )
         stats = StepStats(
-            loss_sum, tokens.astype(jnp.int32), norm, jnp.int32(1), jnp.int32(0), noise
+            loss_sum, jnp.rint(tokens).astype(jnp.int32), norm, jnp.int32(1), jnp.int32(0), noise
         )
         none = jax.tree.map(jnp.zeros_like, stats)._replace(skipped=jnp.int32(1))
         return settle(_choose(good, new, state)), _choose(good, stats, none)

@@ -17,7 +17,7 @@ import numpy as np
 from geojax.cona.controller import Round
 from geojax.cona.decision import Decision, record
 from geojax.config import ConfigError, LostRunError, RunConfig, RunError, require
-from geojax.data import Corpus, TrainSequences, ValidSequences
+from geojax.data import Corpus, TaskSet, both_splits
 from geojax.meshes.gradient import gradient_parts
 from geojax.meshes.reshard import reshard
 from geojax.meshes.strategy import Strategy, parse_strategy
@@ -32,6 +32,7 @@ from geojax.train.agree import FAILED, NO_MEMORY, READY, anyone, first_says
 from geojax.train.checkpoint import Checkpoints
 from geojax.train.engine import Engine
 from geojax.train.evaluate import evaluation_record
+from geojax.train.initial import read_init
 from geojax.train.origin import check_origin, origin
 from geojax.train.program import Program
 from geojax.train.rounds import (
@@ -52,7 +53,7 @@ from geojax.train.steering import (
     noise_record,
     step_timer,
 )
-from geojax.train.step import StepStats, TrainState, init_state, read_init
+from geojax.train.step import StepStats, TrainState, init_state
 
 _CHUNK_STEPS = 8
 """Steps handed to the devices at once, at most; a signal is seen after them."""
@@ -80,7 +81,7 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        corpus: Corpus,
+        corpus: Corpus | TaskSet,
         metrics: MetricsWriter | None,
         checkpoints: Checkpoints,
         stop: threading.Event,
@@ -98,10 +99,7 @@ class Trainer:
         data, devices = config.data, devices_for(config)
         self._pilot, self._timer = make_pilot(config, devices), step_timer(config)
         corpus.require_batch(max(batches(config)))
-        self._sequences = TrainSequences(
-            corpus, data.seq_len, data.seed, data.document_mask, data.masking
-        )
-        self._valid = ValidSequences(corpus, data.seq_len, data.document_mask, data.masking)
+        self._sequences, self._valid = both_splits(corpus, data, config.model.shifted)
         require(
             config.eval.first < self._valid.sequences,
             f"eval.first {config.eval.first}: there are {self._valid.sequences} held-out "
@@ -408,8 +406,11 @@ class Trainer:
         with self._watchdog.pause():
             result = self._engine.program.evaluate(
                 self._engine.state.params,
-                lambda rows: self._valid.batches(rows, config.sequences, config.first),
+                lambda rows: self._valid.batches(
+                    rows, config.sequences, config.first, config.draws
+                ),
                 config.batch,
+                config.draws,
             )
         record = {
             "round": self.position.round,

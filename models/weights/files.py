@@ -24,6 +24,7 @@ from geojax.models.config import TransformerConfig
 from geojax.models.transformer import Params
 from geojax.models.weights.hf_config import write_config
 from geojax.models.weights.names import find_names, huggingface_tensors
+from geojax.models.weights.special import SpecialTokens
 from geojax.models.weights.tree import (
     Place,
     Shape,
@@ -49,12 +50,15 @@ def load_safetensors(
     dtype: DTypeLike = np.float32,
     place: Place | None = None,
     progress: Callable[[str], None] | None = None,
+    shardings: Params | None = None,
 ) -> Params:
     """`Params` of `config` in `dtype`, from a safetensors file or a checkpoint's folder.
 
     Memory beyond the parameters is that of the largest tensor; with `place`, which may move each
-    leaf to devices as soon as it is whole, parameters are not all on the host either. `progress`
-    receives a line about parameters that are left out: a bert's pooler and next-sentence head.
+    leaf to devices as soon as it is whole, parameters are not all on the host either; with
+    `shardings`, a tree of them like the parameters, no leaf is, and each device gets its own part.
+    `progress` receives a line about parameters that are left out: a bert's pooler and next-sentence
+    head.
 
     Raises ConfigError where files are missing or damaged, or a tensor is missing, superfluous, of
     another shape, of no floating type, or differs from the one that it is a tied copy of.
@@ -82,7 +86,7 @@ def load_safetensors(
             return stored[stored_name].get_tensor(stored_name)
 
         source = Source(str(path), shapes, read)
-        return read_params(huggingface_tensors(config), config, source, dtype, place)
+        return read_params(huggingface_tensors(config), config, source, dtype, place, shardings)
 
 
 def save_safetensors(
@@ -91,12 +95,14 @@ def save_safetensors(
     folder: Path,
     max_shard_bytes: float = 5e9,
     dtype: str = "float32",
+    special: SpecialTokens | None = None,
 ) -> None:
     """Write a new folder of model.safetensors and config.json, as Hugging Face libraries read it.
 
     Tensors of more than `max_shard_bytes` in all are spread over files with an index. `dtype` is
-    float32 or bfloat16 (rounded to the nearest). Raises ConfigError where the folder has something
-    in it or the parameters are not those of `config`.
+    float32 or bfloat16 (rounded to the nearest); `special` ids go into config.json. Raises
+    ConfigError where the folder has something in it, the parameters are not those of `config`, or
+    no checkpoint format has such a model.
     """
     require(dtype in DTYPES, f"weights cannot be written as {dtype!r}; use {' or '.join(DTYPES)}")
     require(max_shard_bytes > 0, f"max_shard_bytes {max_shard_bytes} must be above 0; use 5e9")
@@ -106,7 +112,7 @@ def save_safetensors(
     shapes = file_shapes(tensors, config)
     arrays = iter_tensors(tensors, config, params)
     with _new_folder(Path(folder)) as temporary:
-        write_config(config, temporary, dtype)
+        write_config(config, temporary, dtype, special)
         index: dict[str, str] = {}
         for number, names in enumerate(shards, 1):
             of = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""

@@ -3,92 +3,19 @@
 
 Invariant: a file is taken only where our model computes what it describes: a setting that would
 change the result and that we have no part for is refused by name. Settings of training alone, such
-as initial ranges, are not looked at, and a setting left out has the family's default.
+as initial ranges, are not looked at, and a setting left out has the default of the model's library.
 """
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from geojax.config import ConfigError, require
-from geojax.models.config import TOKEN_TYPES, RopeScaling, TransformerConfig
+from geojax.models.config import RopeScaling, TransformerConfig
+from geojax.models.weights.hf_models import HF_MODELS, HFModel, hf_model
+from geojax.models.weights.special import SpecialTokens
 
 FILE = "config.json"
-
-_MODELS: dict[str, Literal["llama", "gpt", "bert"]] = {
-    "llama": "llama",
-    "gpt2": "gpt",
-    "bert": "bert",
-}
-_ARCHITECTURES = {
-    # The first of each is written.
-    "llama": ("LlamaForCausalLM",),
-    "gpt": ("GPT2LMHeadModel", "GPT2Model"),
-    "bert": ("BertForMaskedLM", "BertForPreTraining"),
-}
-_SHAPES = {
-    "llama": {
-        "vocab_size": "vocab_size",
-        "dim": "hidden_size",
-        "layers": "num_hidden_layers",
-        "heads": "num_attention_heads",
-        "mlp_dim": "intermediate_size",
-    },
-    "gpt": {
-        "vocab_size": "vocab_size",
-        "dim": "n_embd",
-        "layers": "n_layer",
-        "heads": "n_head",
-        "context": "n_positions",
-    },
-    "bert": {
-        "vocab_size": "vocab_size",
-        "dim": "hidden_size",
-        "layers": "num_hidden_layers",
-        "heads": "num_attention_heads",
-        "mlp_dim": "intermediate_size",
-        "context": "max_position_embeddings",
-    },
-}
-_SETTINGS: dict[str, dict[str, tuple[str, Any]]] = {
-    # Our field: the key, and its default in that library.
-    "llama": {
-        "norm_eps": ("rms_norm_eps", 1e-6),
-        "attention_dropout": ("attention_dropout", 0.0),
-        "tied": ("tie_word_embeddings", False),
-        "context": ("max_position_embeddings", 0),
-    },
-    "gpt": {
-        "norm_eps": ("layer_norm_epsilon", 1e-5),
-        "dropout": ("resid_pdrop", 0.1),
-        "attention_dropout": ("attn_pdrop", 0.1),
-        "tied": ("tie_word_embeddings", True),
-    },
-    "bert": {
-        "norm_eps": ("layer_norm_eps", 1e-12),
-        "dropout": ("hidden_dropout_prob", 0.1),
-        "attention_dropout": ("attention_probs_dropout_prob", 0.1),
-        "tied": ("tie_word_embeddings", True),
-    },
-}
-_REQUIRED: dict[str, dict[str, tuple[Any, ...]]] = {
-    # Key: the values that our model implements; the first is that library's default and written.
-    "llama": {"hidden_act": ("silu", "swish"), "attention_bias": (False,), "mlp_bias": (False,)},
-    "gpt": {
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-    },
-    "bert": {
-        "hidden_act": ("gelu",),
-        "position_embedding_type": ("absolute",),
-        "type_vocab_size": (TOKEN_TYPES,),
-        "is_decoder": (False,),
-        "add_cross_attention": (False,),
-    },
-}
-_UNSET = {"sliding_window": "attends to a window", "quantization_config": "has quantised weights"}
 
 
 def read_config(folder: Path) -> TransformerConfig:
@@ -108,59 +35,89 @@ def read_config(folder: Path) -> TransformerConfig:
         raise ConfigError(f"{path} cannot be used: {error}; fetch it again") from error
 
 
-def write_config(config: TransformerConfig, folder: Path, dtype: str) -> None:
+def write_config(
+    config: TransformerConfig, folder: Path, dtype: str, special: SpecialTokens | None = None
+) -> None:
     """Write `folder`/config.json for weights in `dtype`, which `read_config` gives back.
 
-    Only a llama's dropout outside attention is lost, which has no place there. Raises ConfigError
-    where that library has no such model.
+    `special`: ids that it names as well. Only a llama's dropout outside attention is lost, which
+    has no place there unless it is a LLaDA. Raises ConfigError where there is no such model.
     """
-    text = json.dumps(_to_hf(config, dtype), indent=2, sort_keys=True)
+    out = _to_hf(config, dtype) | (special.ids() if special else {})
+    text = json.dumps(out, indent=2, sort_keys=True)
     (Path(folder) / FILE).write_text(text + "\n", "utf-8")
 
 
 def _from_hf(found: dict[str, Any], where: str) -> TransformerConfig:
     name = found.get("model_type")
-    if name not in _MODELS:
-        raise ConfigError(
-            f"{where}: model_type {name!r} is not implemented; known: {', '.join(_MODELS)}"
-        )
-    family = _MODELS[name]
+    model = next((model for model in HF_MODELS if model.model_type == name), None)
+    if model is None:
+        known = ", ".join(model.model_type for model in HF_MODELS)
+        raise ConfigError(f"{where}: model_type {name!r} is not implemented; known: {known}")
     for architecture in found.get("architectures") or ():
         require(
-            architecture in _ARCHITECTURES[family],
+            architecture in model.architectures,
             f"{where}: architecture {architecture!r} is not implemented; use weights of "
-            f"{' or '.join(_ARCHITECTURES[family])}",
+            f"{' or '.join(model.architectures)}",
         )
-    for key, legal in _REQUIRED[family].items():
+    missing = [key for key in (*model.shapes.values(), *model.explicit) if key not in found]
+    require(not missing, f"{where} has no {', '.join(missing)}; fetch it again")
+    for key, legal in model.required.items():
         value = found.get(key, legal[0])
         require(
             value in legal,
             f"{where}: {key} {value!r} is not implemented, only {' and '.join(map(repr, legal))}",
         )
-    for key, effect in _UNSET.items():
+    for key, effect in model.unset.items():
         require(
             not found.get(key),
             f"{where}: {key} {found.get(key)!r} is set: such a model {effect}, which is not "
             "implemented",
         )
-    missing = [key for key in _SHAPES[family].values() if key not in found]
-    require(not missing, f"{where} has no {', '.join(missing)}; fetch it again")
-    fields = {field: found[key] for field, key in _SHAPES[family].items()}
-    fields |= {field: found.get(key, std) for field, (key, std) in _SETTINGS[family].items()}
-    fields["kv_heads"] = fields["heads"]
-    if family == "llama":
-        fields |= _llama_fields(found, where)
-    if family == "gpt":
-        fields["mlp_dim"] = found.get("n_inner") or 4 * fields["dim"]
-        require(
-            found.get("embd_pdrop", 0.1) == fields["dropout"],
-            f"{where}: embd_pdrop {found.get('embd_pdrop', 0.1)} and resid_pdrop "
-            f"{fields['dropout']} differ, and the model has one rate for both; set them equal",
-        )
+    fields: dict[str, Any] = {**model.flags}
+    fields |= {field: found[key] for field, key in model.shapes.items()}
+    fields |= {field: found.get(key, std) for field, (key, std) in model.settings.items()}
+    fields |= _own_fields(model, found, fields, where)
     try:
-        return TransformerConfig(family=family, **fields)
+        return TransformerConfig(family=model.family, **fields)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _own_fields(
+    model: HFModel, found: dict[str, Any], fields: dict[str, Any], where: str
+) -> dict[str, Any]:
+    """What takes more than a look at one key."""
+    if model.embedding_dropout:
+        key = model.embedding_dropout
+        require(
+            found.get(key, 0.1) == fields["dropout"],
+            f"{where}: {key} {found.get(key, 0.1)} and {model.settings['dropout'][0]} "
+            f"{fields['dropout']} differ, and the model has one rate for both; set them equal",
+        )
+    if model.model_type == "llada":
+        return _llada_fields(found, where)
+    if model.family == "llama":
+        return _llama_fields(found, where)
+    mlp_dim = fields.get("mlp_dim") or found.get("n_inner") or 4 * fields["dim"]
+    return {"kv_heads": fields["heads"], "mlp_dim": mlp_dim}
+
+
+def _llada_fields(found: dict[str, Any], where: str) -> dict[str, Any]:
+    kv_heads, shared = found.get("n_kv_heads"), found.get("multi_query_attention")
+    if kv_heads is None:
+        kv_heads = 1 if shared else found["n_heads"]
+    require(
+        shared is None or bool(shared) == (kv_heads == 1),
+        f"{where}: multi_query_attention {shared} and n_kv_heads {kv_heads} contradict each other; "
+        "set multi_query_attention to null",
+    )
+    return {
+        "kv_heads": kv_heads,
+        "mlp_dim": found.get("mlp_hidden_size") or found.get("mlp_ratio", 4) * found["d_model"],
+        # Every row of the table is multiplied by, those beyond the tokenizer's entries too.
+        "vocab_size": found.get("embedding_size") or found["vocab_size"],
+    }
 
 
 def _llama_fields(found: dict[str, Any], where: str) -> dict[str, Any]:
@@ -170,6 +127,11 @@ def _llama_fields(found: dict[str, Any], where: str) -> dict[str, Any]:
         given == head_dim,
         f"{where}: head_dim {given} is not implemented, only hidden_size / num_attention_heads, "
         f"{head_dim}",
+    )
+    windows = [kind for kind in found.get("layer_types") or () if kind != "full_attention"]
+    require(
+        not windows,
+        f"{where}: layer_types {windows[:1]} are not implemented, only 'full_attention'",
     )
     # Newer files hold both settings of rotary positions in rope_parameters.
     rope = {**(found.get("rope_scaling") or {}), **(found.get("rope_parameters") or {})}
@@ -204,25 +166,36 @@ _ROPE = {
 
 
 def _to_hf(config: TransformerConfig, dtype: str) -> dict[str, Any]:
-    family = config.family
+    model = hf_model(config)
     require(
-        family == "llama" or config.kv_heads == config.heads,
-        f"model kv_heads {config.kv_heads}: Hugging Face's {family} has as many as heads "
+        config.family == "llama" or config.kv_heads == config.heads,
+        f"model kv_heads {config.kv_heads}: Hugging Face's {config.family} has as many as heads "
         f"({config.heads}); such a model cannot be exported",
     )
-    name = next(name for name, ours in _MODELS.items() if ours == family)
-    out: dict[str, Any] = {"architectures": [_ARCHITECTURES[family][0]], "model_type": name}
-    out |= {"dtype": dtype, "torch_dtype": dtype}
-    out |= {key: getattr(config, field) for field, key in _SHAPES[family].items()}
-    out |= {key: getattr(config, field) for field, (key, _) in _SETTINGS[family].items()}
-    out |= {key: legal[0] for key, legal in _REQUIRED[family].items()}
-    if family == "gpt":
-        return out | {"n_inner": config.mlp_dim, "embd_pdrop": config.dropout}
-    if family == "llama":
-        out |= {"num_key_value_heads": config.kv_heads, "head_dim": config.head_dim}
-        out["rope_theta"] = config.rope_theta
-        if not config.context:
-            del out["max_position_embeddings"]
+    require(
+        not config.rope_scaling or model.model_type != "llada",
+        "model rope_scaling: a LLaDA's config.json has no place for it; such a model cannot be "
+        "exported",
+    )
+    out: dict[str, Any] = {"architectures": [model.architectures[0]]}
+    out |= {"model_type": model.model_type, "dtype": dtype, "torch_dtype": dtype}
+    out |= {key: getattr(config, field) for field, key in model.shapes.items()}
+    out |= {key: getattr(config, field) for field, (key, _) in model.settings.items()}
+    out |= {key: legal[0] for key, legal in model.required.items()}
+    if model.embedding_dropout:
+        out[model.embedding_dropout] = config.dropout
+    if not config.context and "context" in model.settings:
+        del out[model.settings["context"][0]]
+    if config.family == "gpt":
+        out["n_inner"] = config.mlp_dim
+    if model.model_type == "llada":
+        out |= {"n_kv_heads": config.kv_heads, "mlp_hidden_size": config.mlp_dim}
+        out |= {"vocab_size": config.vocab_size, "embedding_size": config.vocab_size}
+        return out
+    if config.family == "llama":
+        out |= {"num_key_value_heads": config.kv_heads, "rope_theta": config.rope_theta}
+        if model.model_type == "llama":
+            out["head_dim"] = config.head_dim
         if config.rope_scaling:
             scaling = {key: getattr(config.rope_scaling, field) for field, key in _ROPE.items()}
             out["rope_scaling"] = {"rope_type": "llama3", **scaling}

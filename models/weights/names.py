@@ -13,6 +13,7 @@ import numpy as np
 
 from geojax.config import ConfigError
 from geojax.models.config import TransformerConfig
+from geojax.models.weights.hf_models import hf_model
 
 VOCABULARY = ("embed", "head", "head_bias")
 """Leaves with one row an entry of the vocabulary: files have none of the padding."""
@@ -63,8 +64,11 @@ class Tensor:
 
 
 def huggingface_tensors(config: TransformerConfig) -> list[Tensor]:
-    """The tensors of a Hugging Face checkpoint with the language model's head."""
-    return {"llama": _llama, "gpt": _gpt, "bert": _bert}[config.family](config)
+    """The tensors of a Hugging Face checkpoint with the language model's head.
+
+    ConfigError where that library has no such model.
+    """
+    return _TABLES[hf_model(config).model_type](config)
 
 
 def gguf_tensors(config: TransformerConfig) -> list[Tensor]:
@@ -99,25 +103,26 @@ class FoundNames:
 
 
 def find_names(names: Iterable[str], config: TransformerConfig) -> FoundNames:
-    """Sort the tensors of a file, whichever of the family's spellings it has.
+    """Sort the tensors of a file, whichever of the model's spellings it has.
 
     Raises ConfigError where two tensors are spellings of one.
     """
-    names, family = list(names), config.family
-    bare = family == "gpt" and not any(name.startswith("transformer.") for name in names)
+    names, model_type = list(names), hf_model(config).model_type
+    copied = _COPIES.get(model_type, _COPIES["llama"])
+    bare = model_type == "gpt2" and not any(name.startswith("transformer.") for name in names)
     tensors: dict[str, str] = {}
     copies, left_out = {}, []
     for name in names:
         known = f"transformer.{name}" if bare and not name.startswith("lm_head.") else name
-        if family == "bert":
+        if model_type == "bert":
             known = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", known)
             known = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", known)
-        if re.fullmatch(_BUFFERS[family], known):
+        if re.fullmatch(_BUFFERS.get(model_type, _BUFFERS["llama"]), known):
             continue
-        if re.fullmatch(_UNUSED[family], known):
+        if re.fullmatch(_UNUSED.get(model_type, ""), known):
             left_out.append(name)
-        elif config.tied and known in _COPIES[family]:
-            copies[name] = _COPIES[family][known]
+        elif config.tied and known in copied:
+            copies[name] = copied[known]
         elif known in tensors:
             raise ConfigError(
                 f"tensors {tensors[known]!r} and {name!r} are two spellings of one; delete one"
@@ -127,15 +132,17 @@ def find_names(names: Iterable[str], config: TransformerConfig) -> FoundNames:
     return FoundNames(tensors, copies, left_out)
 
 
+# Those of llama are Qwen2's and Dream's as well.
 _BUFFERS = {
     "llama": r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-    "gpt": r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",
+    "gpt2": r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",
     "bert": r"bert\.embeddings\.(position_ids|token_type_ids)",
 }
-_UNUSED = {"llama": "", "gpt": "", "bert": r"(bert\.pooler|cls\.seq_relationship)\..*"}
+_UNUSED = {"bert": r"(bert\.pooler|cls\.seq_relationship)\..*"}
 _COPIES = {
     "llama": {"lm_head.weight": "model.embed_tokens.weight"},
-    "gpt": {"lm_head.weight": "transformer.wte.weight"},
+    "llada": {"model.transformer.ff_out.weight": "model.transformer.wte.weight"},
+    "gpt2": {"lm_head.weight": "transformer.wte.weight"},
     "bert": {
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
@@ -145,12 +152,13 @@ _COPIES = {
 
 def _llama(config: TransformerConfig) -> list[Tensor]:
     layer = "model.layers.{i}."
+    projection = _biased if config.qkv_bias else _unbiased
     tensors = [
         Tensor("model.embed_tokens.weight", ("embed",)),
         Tensor(f"{layer}input_layernorm.weight", ("blocks.attention_norm.scale",)),
-        _linear(f"{layer}self_attn.q_proj", "blocks.attention.query"),
-        _linear(f"{layer}self_attn.k_proj", "blocks.attention.key"),
-        _linear(f"{layer}self_attn.v_proj", "blocks.attention.value"),
+        *projection(f"{layer}self_attn.q_proj", "blocks.attention.query"),
+        *projection(f"{layer}self_attn.k_proj", "blocks.attention.key"),
+        *projection(f"{layer}self_attn.v_proj", "blocks.attention.value"),
         _linear(f"{layer}self_attn.o_proj", "blocks.attention.out"),
         Tensor(f"{layer}post_attention_layernorm.weight", ("blocks.mlp_norm.scale",)),
         _linear(f"{layer}mlp.gate_proj", "blocks.mlp.gate"),
@@ -159,6 +167,25 @@ def _llama(config: TransformerConfig) -> list[Tensor]:
         Tensor("model.norm.weight", ("norm.scale",)),
     ]
     return tensors if config.tied else [*tensors, Tensor("lm_head.weight", ("head",))]
+
+
+def _llada(config: TransformerConfig) -> list[Tensor]:
+    stem, block = "model.transformer.", "model.transformer.blocks.{i}."
+    tensors = [
+        Tensor(f"{stem}wte.weight", ("embed",)),
+        Tensor(f"{block}attn_norm.weight", ("blocks.attention_norm.scale",)),
+        _linear(f"{block}q_proj", "blocks.attention.query"),
+        _linear(f"{block}k_proj", "blocks.attention.key"),
+        _linear(f"{block}v_proj", "blocks.attention.value"),
+        _linear(f"{block}attn_out", "blocks.attention.out"),
+        Tensor(f"{block}ff_norm.weight", ("blocks.mlp_norm.scale",)),
+        _linear(f"{block}ff_proj", "blocks.mlp.gate"),
+        _linear(f"{block}up_proj", "blocks.mlp.up"),
+        _linear(f"{block}ff_out", "blocks.mlp.down"),
+        Tensor(f"{stem}ln_f.weight", ("norm.scale",)),
+    ]
+    # The name of a layer's own last projection, and of the model's.
+    return tensors if config.tied else [*tensors, Tensor(f"{stem}ff_out.weight", ("head",))]
 
 
 def _gpt(config: TransformerConfig) -> list[Tensor]:
@@ -199,8 +226,22 @@ def _bert(config: TransformerConfig) -> list[Tensor]:
     ]
 
 
+_TABLES = {
+    "llama": _llama,
+    "qwen2": _llama,
+    "Dream": _llama,
+    "llada": _llada,
+    "gpt2": _gpt,
+    "bert": _bert,
+}
+
+
 def _linear(name: str, leaf: str, paired: bool = False) -> Tensor:
     return Tensor(f"{name}.weight", (leaf,), transposed=True, paired=paired)
+
+
+def _unbiased(name: str, leaf: str) -> tuple[Tensor]:
+    return (_linear(name, leaf),)
 
 
 def _biased(name: str, *leaves: str, transposed: bool = True) -> tuple[Tensor, Tensor]:

@@ -2,15 +2,18 @@
 """Between files' tensors and `Params`, one tensor at a time.
 
 Invariant: nothing is read before every name and shape is known to fit, and beside the leaves that
-are being filled there is never more than one tensor in memory.
+are being filled there is never more than one tensor in memory, and what of it goes to a device.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from geojax.config import ConfigError, require
@@ -19,6 +22,8 @@ from geojax.models.transformer import Params, abstract_params
 from geojax.models.weights.names import VOCABULARY, Tensor
 
 Shape = tuple[int, ...]
+Bounds = tuple[tuple[int, int], ...]
+"""(first, last + 1) of each dim."""
 Place = Callable[[tuple[str, ...], np.ndarray], Any]
 """(path of a leaf, its finished array) -> what stands for it in `Params`, such as device arrays.
 
@@ -56,18 +61,28 @@ def read_params(
     source: Source,
     dtype: DTypeLike,
     place: Place | None = None,
+    shardings: Params | None = None,
 ) -> Params:
     """`Params` in `dtype` from `source`; rows that pad the vocabulary are zeros.
 
-    Raises ConfigError where a tensor is missing, has no place in the model, or has another shape.
+    With `shardings`, one at every leaf, each layer goes straight to the devices that have a part of
+    it, and no leaf is ever on the host whole. Raises ConfigError where a tensor is missing, has no
+    place in the model, or has another shape.
     """
     _require_shapes(file_shapes(tensors, config), source, config)
     shapes = leaf_shapes(config)
+    where = {".".join(path): sharding for path, sharding in _leaves(shardings or {})}
     params: Params = {}
     for tensor in tensors:
-        leaves = _fill(tensor, config, source, shapes, dtype)
+        leaves: list[_Leaf] = [
+            _DeviceLeaf(shapes[leaf], dtype, where[leaf], tensor.stacked)
+            if shardings
+            else _HostLeaf(shapes[leaf], dtype)
+            for leaf in tensor.leaves
+        ]
+        _fill(tensor, config, source, shapes, leaves)
         for path in [tuple(leaf.split(".")) for leaf in tensor.leaves]:
-            leaf = leaves.pop(0)
+            leaf = leaves.pop(0).finish()
             _set(params, path, place(path, leaf) if place else leaf)
             del leaf  # or it would be there while the next is filled
     return params
@@ -103,21 +118,88 @@ def _fill(
     config: TransformerConfig,
     source: Source,
     shapes: dict[str, Shape],
-    dtype: DTypeLike,
-) -> list[np.ndarray]:
-    """The leaves of `tensor`, of all layers."""
-    leaves = [np.zeros(shapes[leaf], dtype) for leaf in tensor.leaves]
+    leaves: "list[_Leaf]",
+) -> None:
+    """Write `tensor`, of all layers, into its leaves."""
     widths = [_layer_shape(leaf, shapes[leaf], config)[-1] for leaf in tensor.leaves]
     for layer, name in enumerate(tensor.names(config)):
-        targets = [leaf[layer] for leaf in leaves] if tensor.stacked else leaves
-        _copy(tensor.split(source.read(name), config.head_dim, widths), targets)
-    return leaves
+        parts = tensor.split(source.read(name), config.head_dim, widths)
+        for leaf in leaves:
+            leaf.write(layer if tensor.stacked else None, parts.pop(0))
 
 
-def _copy(parts: list[np.ndarray], targets: list[np.ndarray]) -> None:
-    """A function, so that a tensor is gone before the next one is read."""
-    for part, target in zip(parts, targets, strict=True):
+class _Leaf(Protocol):
+    """A leaf that is being filled."""
+
+    def write(self, layer: int | None, part: np.ndarray) -> None:
+        """Take one layer, or all of a leaf that is not stacked, without padding."""
+        ...
+
+    def finish(self) -> Any:
+        """What stands for it in `Params`."""
+        ...
+
+
+class _HostLeaf:
+    def __init__(self, shape: Shape, dtype: DTypeLike):
+        self.array = np.zeros(shape, dtype)
+
+    def write(self, layer: int | None, part: np.ndarray) -> None:
+        target = self.array if layer is None else self.array[layer]
         target[: len(part)] = part
+
+    def finish(self) -> np.ndarray:
+        return self.array
+
+
+class _DeviceLeaf:
+    """A leaf of which each device gets its own part, layer by layer where layers are stacked."""
+
+    def __init__(self, shape: Shape, dtype: DTypeLike, sharding: Sharding, stacked: bool):
+        self.shape, self.dtype, self.sharding = shape, dtype, sharding
+        self.shards: dict[jax.Device, jax.Array] = {}
+        self.places: dict[Bounds, list[jax.Device]] = {}
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            assert index is not None, "devices that cannot be reached have no part"
+            place = tuple(part.indices(n)[:2] for part, n in zip(index, shape, strict=True))
+            self.places.setdefault(place, []).append(device)
+            if stacked:
+                sizes = [end - start for start, end in place]
+                self.shards[device] = jnp.zeros(sizes, dtype, device=device)
+
+    def write(self, layer: int | None, part: np.ndarray) -> None:
+        for place, devices in self.places.items():
+            if layer is None:
+                piece = _piece(part, place, self.dtype)
+                new = {device: jax.device_put(piece, device) for device in devices}
+            elif place[0][0] <= layer < place[0][1]:
+                piece, number = _piece(part, place[1:], self.dtype), layer - place[0][0]
+                new = {
+                    device: _set_layer(self.shards[device], jax.device_put(piece, device), number)
+                    for device in devices
+                }
+            else:
+                continue
+            jax.block_until_ready(list(new.values()))  # so that the piece can go
+            self.shards |= new
+
+    def finish(self) -> jax.Array:
+        devices = self.sharding.addressable_devices_indices_map(self.shape)
+        shards = [self.shards[device] for device in devices]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
+
+
+def _piece(part: np.ndarray, place: Bounds, dtype: DTypeLike) -> np.ndarray:
+    """The part of `part` at `place`, zeros where it ends earlier."""
+    piece = np.zeros([end - start for start, end in place], dtype)
+    found = part[tuple(slice(*bounds) for bounds in place)]
+    piece[: len(found)] = found
+    return piece
+
+
+@partial(jax.jit, donate_argnums=0)
+def _set_layer(stack: jax.Array, layer: jax.Array, number: int) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, layer, number, 0)
 
 
 def _layer_shape(leaf: str, shape: Shape, config: TransformerConfig) -> Shape:

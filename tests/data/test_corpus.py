@@ -42,7 +42,7 @@ def documents(corpus, stream):
 
 def test_streams_hold_every_document_once(pydoc, cache):
     train, valid = documents(pydoc, pydoc.train), documents(pydoc, pydoc.valid)
-    texts = list(iter_documents(PYDOC.source, cache))
+    texts = [document.text for document in iter_documents(PYDOC.source, cache)]
     assert sorted(train + valid) == sorted(texts)
     assert (len(train), len(valid)) == (pydoc.train_documents, pydoc.valid_documents)
     assert pydoc.text_bytes == sum(len(text.encode()) for text in texts)

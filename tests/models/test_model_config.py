@@ -15,6 +15,7 @@ from geojax.models.transformer import abstract_params, make_apply
 GOOD = TransformerConfig(vocab_size=16, dim=24, layers=2, heads=6, kv_heads=2, mlp_dim=8)
 GPT = replace(GOOD, family="gpt", context=32)
 BERT = replace(GPT, family="bert", tied=True)
+DREAM = replace(GOOD, bidirectional=True, qkv_bias=True, shifted=True)
 
 
 @st.composite
@@ -33,6 +34,8 @@ def shapes(draw):
         family=family,
         context=draw(st.integers(0 if llama else 5, 9)),
         rope_scaling=draw(st.sampled_from([None, RopeScaling()])) if llama else None,
+        bidirectional=llama and draw(st.booleans()),
+        qkv_bias=llama and draw(st.booleans()),
     )
 
 
@@ -82,6 +85,19 @@ def test_a_shape_can_be_built_and_counts_its_parameters(config):
             {"family": "gpt", "context": 32, "rope_scaling": RopeScaling()},
             "rope_scaling means nothing to a gpt; leave it unset",
         ),
+        (
+            {"family": "gpt", "context": 32, "qkv_bias": True},
+            "qkv_bias means nothing to a gpt; leave it unset",
+        ),
+        (
+            {"family": "bert", "tied": True, "context": 32, "bidirectional": True},
+            "bidirectional means nothing to a bert",
+        ),
+        (
+            {"family": "gpt", "context": 32, "shifted": True},
+            "shifted means nothing to a gpt; leave it unset",
+        ),
+        ({"shifted": True}, "shifted True: .* leave it unset, or set bidirectional"),
         ({"family": "gpt", "context": 32, "dim": 25}, "dim 25 must be .* heads 6; use dim 30"),
     ],
 )
@@ -115,7 +131,13 @@ def test_unknown_model_is_answered_with_the_nearest():
         get_model("zzz")
 
 
-@pytest.mark.parametrize("config", [GOOD, GPT, BERT], ids=["llama", "gpt", "bert"])
+def test_only_llamas_of_one_direction_and_gpts_are_causal():
+    adapted = replace(GOOD, bidirectional=True, shifted=True)
+    found = [model.causal for model in (GOOD, GPT, BERT, DREAM, adapted)]
+    assert found == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize("config", [GOOD, GPT, BERT, DREAM], ids=["llama", "gpt", "bert", "dream"])
 def test_training_flops_equal_the_sum_over_matmuls(config):
     # Forward 2 FLOPs a multiply-add, backward twice that; scores and their use, half of them masked
     # where later tokens are. Norms, biases, lookups and rows of padding count nothing.
@@ -123,7 +145,7 @@ def test_training_flops_equal_the_sum_over_matmuls(config):
     matrices = 3 if config.family == "llama" else 2
     projections = 2 * config.dim**2 + 2 * config.dim * kv_width
     projections += matrices * config.dim * config.mlp_dim
-    attention = 2 * config.dim * length / (1 if config.family == "bert" else 2)
+    attention = 2 * config.dim * length / (1 if config in (BERT, DREAM) else 2)
     head = config.vocab_size * config.dim + (config.dim**2 if config.family == "bert" else 0)
     forward = 2 * (config.layers * (projections + attention) + head)
     assert config.train_flops_per_token(length) == pytest.approx(3 * forward)

@@ -41,6 +41,14 @@ def test_each_leaf_has_the_role_of_its_name(tied, layers):
     assert found == expected
 
 
+def test_biases_of_queries_keys_and_values_are_vectors():
+    model = replace(config(tied=True), qkv_bias=True)
+    plain, biased = (roles(abstract_params(m))["blocks"] for m in (config(True), model))
+    names = ("query_bias", "key_bias", "value_bias")
+    added = dict.fromkeys(names, Role("vector", 3))
+    assert biased == plain | {"attention": plain["attention"] | added}
+
+
 @pytest.mark.parametrize("model", [GPT, BERT], ids=["gpt", "bert"])
 def test_each_leaf_of_the_other_families_has_the_role_of_its_name(model):
     matrix, vector = Role("matrix", 3), Role("vector", 3)

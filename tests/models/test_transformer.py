@@ -2,6 +2,7 @@
 """The Transformer equals its published formulas, sees only what it may, and maps names to names."""
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -47,6 +48,18 @@ BERT = TransformerConfig(
     attention_dropout=0.1,
     norm_eps=1e-12,
 )
+LLADA = replace(PLAIN, bidirectional=True)
+DREAM = TransformerConfig(
+    vocab_size=31,
+    dim=24,
+    layers=2,
+    heads=6,
+    kv_heads=2,
+    mlp_dim=20,
+    bidirectional=True,
+    qkv_bias=True,
+    shifted=True,
+)
 SHAPES = {
     "untied": PLAIN,
     "tied": TransformerConfig(
@@ -69,9 +82,14 @@ SHAPES = {
     ),
     "gpt": GPT,
     "bert": BERT,
+    "llada": LLADA,
+    "dream": DREAM,
+    "qwen2": TransformerConfig(
+        vocab_size=31, dim=24, layers=2, heads=6, kv_heads=2, mlp_dim=20, qkv_bias=True
+    ),
 }
 FAMILIES = {"llama": PLAIN, "gpt": GPT, "bert": BERT}
-TINY = ("llama-tiny", "gpt-tiny", "bert-tiny")
+TINY = ("llama-tiny", "gpt-tiny", "bert-tiny", "dream-tiny")
 
 
 def distinct_params(config, seed=0):
@@ -92,6 +110,7 @@ def oracle(config, params, tokens, positions, segments):
     """Logits [b, t, V] in float64, head by head and query by query, from the papers' formulas."""
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     size, llama = config.dim // config.heads, config.family == "llama"
+    sees_all = config.family == "bert" or config.bidirectional
 
     def norm(x, w):
         centred = x if llama else x - x.mean(-1, keepdims=True)
@@ -99,7 +118,8 @@ def oracle(config, params, tokens, positions, segments):
         return normed * w["scale"] + (0 if llama else w["bias"])
 
     def linear(w, name, x):
-        return x @ w[name] + (0 if llama else w[f"{name}_bias"])
+        biased = not llama or (config.qkv_bias and name in ("query", "key", "value"))
+        return x @ w[name] + (w[f"{name}_bias"] if biased else 0)
 
     def gelu(x):
         return x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
@@ -137,7 +157,7 @@ def oracle(config, params, tokens, positions, segments):
             if llama:
                 qh, kh = turn(qh, places), turn(kh, places)
             for t in range(len(x)):
-                last = len(x) if config.family == "bert" else t + 1
+                last = len(x) if sees_all else t + 1
                 seen = [s for s in range(last) if segment[s] == segment[t]]
                 scores = np.exp(kh[seen] @ qh[t] / math.sqrt(size))
                 out[t, own] = scores / scores.sum() @ v[seen][:, shared]
@@ -237,8 +257,9 @@ def test_a_token_changes_no_earlier_logits(config, changed):
 
 
 @pytest.mark.parametrize(("changed", "seen"), [(0, range(5)), (4, range(5)), (8, range(5, 12))])
-def test_a_bert_sees_both_sides_and_its_own_segment_only(changed, seen):
-    found = changes(BERT, packed(BERT), changed)
+@pytest.mark.parametrize("config", [BERT, LLADA, DREAM], ids=["bert", "llada", "dream"])
+def test_both_sides_are_seen_and_the_own_segment_only(config, changed, seen):
+    found = changes(config, packed(config), changed)
     np.testing.assert_array_equal(found > 0, [t in seen for t in range(12)])
 
 
@@ -336,6 +357,8 @@ def test_named_models_have_the_parameters_they_claim(name):
         ("gpt-2", 124_439_808),
         ("gpt-3-1.3b", 1_315_723_264),
         ("bert-large", 335_174_458),
+        ("llada-8b", 8_015_581_184),
+        ("dream-7b", 7_615_616_512),
     ],
 )
 def test_named_models_have_their_published_sizes(name, count):

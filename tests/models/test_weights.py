@@ -63,6 +63,19 @@ def test_tokens_of_a_bert_are_of_its_first_type(tmp_path):
     assert np.abs(second - oracle.bert(tensors, BERT, *packed())).max() > 0.1
 
 
+@pytest.mark.parametrize("case", ["llada", "dream"])
+def test_a_model_of_diffusion_sees_what_comes_after(case, tmp_path):
+    folder, _ = make(tmp_path, case)
+    tokens, positions, segments = packed()
+    changed = tokens.copy()
+    changed[:, 11] += 1
+    config = read_config(folder)
+    params, apply = load_safetensors(folder, config), make_apply(config)
+    moved = apply(params, changed, positions, segments) - apply(params, *packed())
+    assert np.abs(moved[:, 5:]).max(-1).min() > 1e-3
+    assert not np.abs(moved[:, :5]).any()  # another document
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_export_after_import_is_the_file_again(case, tmp_path):
     folder, tensors = make(tmp_path / "in", case)
@@ -180,16 +193,24 @@ def test_bert_names_may_be_old_and_what_has_no_use_is_named(tmp_path):
     assert "cls.seq_relationship.bias" in line
 
 
-def test_a_tied_head_may_be_stored_twice_if_it_is_the_same(tmp_path):
-    folder, tensors = make(tmp_path, "llama-tied-scaled")
+@pytest.mark.parametrize(
+    ("case", "head_name", "embed"),
+    [
+        ("llama-tied-scaled", "lm_head.weight", "model.embed_tokens.weight"),
+        ("qwen2-tied", "lm_head.weight", "model.embed_tokens.weight"),
+        ("llada-tied-grouped", "model.transformer.ff_out.weight", "model.transformer.wte.weight"),
+    ],
+)
+def test_a_tied_head_may_be_stored_twice_if_it_is_the_same(case, head_name, embed, tmp_path):
+    folder, tensors = make(tmp_path, case)
     config = read_config(folder)
-    head = tensors["model.embed_tokens.weight"].copy()
-    hf = CASES["llama-tied-scaled"][0]
-    write(folder, hf, tensors | {"lm_head.weight": head})
+    head = tensors[embed].copy()
+    hf = CASES[case][0]
+    write(folder, hf, tensors | {head_name: head})
     load_safetensors(folder, config)
     head[7, 3] += 1
-    write(folder, hf, tensors | {"lm_head.weight": head})
-    with pytest.raises(ConfigError, match=r"'lm_head.weight' differs from 'model.embed_tokens"):
+    write(folder, hf, tensors | {head_name: head})
+    with pytest.raises(ConfigError, match=f"'{head_name}' differs from '{embed}"):
         load_safetensors(folder, config)
 
 
@@ -211,7 +232,13 @@ def test_place_has_every_leaf_once_and_its_results_stand_for_them(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [("gpt-2", 124_439_808), ("bert-large", 335_174_458), ("llama-3.2-1b", 1_235_814_400)],
+    [
+        ("gpt-2", 124_439_808),
+        ("bert-large", 335_174_458),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llada-8b", 8_015_581_184),
+        ("dream-7b", 7_615_616_512),
+    ],
 )
 def test_files_of_published_models_have_their_published_parameters(name, parameters):
     config = MODELS[name]

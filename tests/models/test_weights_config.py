@@ -9,8 +9,8 @@ from geojax.models.config import MODELS, RopeScaling, TransformerConfig
 from geojax.models.weights import read_config
 from geojax.models.weights.hf_config import write_config
 
-# What the published checkpoints of Llama-3.2-1B, GPT-2 and BERT-large say, settings of training
-# and generation left out.
+# What the published checkpoints of Llama-3.2-1B, Qwen2.5-7B, Dream-7B, LLaDA-8B, GPT-2 and
+# BERT-large say, settings of training and generation left out.
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -71,6 +71,78 @@ BERT = {
     "type_vocab_size": 2,
     "vocab_size": 30522,
 }
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+DREAM = QWEN2 | {
+    "architectures": ["DreamModel"],
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "mask_token_id": 151666,
+    "model_type": "Dream",
+    "pad_token_id": 151643,
+    "rope_scaling": None,
+    "sliding_window": None,
+}
+LLADA = {
+    "activation_type": "silu",
+    "alibi": False,
+    "alibi_bias_max": 8.0,
+    "architectures": ["LLaDAModelLM"],
+    "attention_dropout": 0.0,
+    "attention_layer_norm": False,
+    "attention_layer_norm_with_affine": True,
+    "bias_for_layer_norm": False,
+    "block_group_size": 1,
+    "block_type": "llama",
+    "d_model": 4096,
+    "embedding_dropout": 0.0,
+    "embedding_size": 126464,
+    "eos_token_id": 126081,
+    "flash_attention": False,
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "input_emb_norm": False,
+    "layer_norm_type": "rms",
+    "layer_norm_with_affine": True,
+    "mask_token_id": 126336,
+    "max_sequence_length": 4096,
+    "mlp_hidden_size": 12288,
+    "mlp_ratio": 4,
+    "model_type": "llada",
+    "multi_query_attention": None,
+    "n_heads": 32,
+    "n_kv_heads": 32,
+    "n_layers": 32,
+    "pad_token_id": 126081,
+    "residual_dropout": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope": True,
+    "rope_full_precision": True,
+    "rope_theta": 500000.0,
+    "scale_logits": False,
+    "use_cache": False,
+    "vocab_size": 126464,
+    "weight_tying": False,
+}
 V5_ROPE = {**LLAMA["rope_scaling"], "rope_theta": 500000.0}
 
 
@@ -86,6 +158,9 @@ def read(folder, hf, **changes):
         (LLAMA, "llama-3.2-1b", {"context": 131072}),
         (GPT2, "gpt-2", {"dropout": 0.1, "attention_dropout": 0.1}),
         (BERT, "bert-large", {}),
+        (LLADA, "llada-8b", {}),
+        (DREAM, "dream-7b", {}),
+        (QWEN2, "dream-7b", {"bidirectional": False, "shifted": False}),
     ],
 )
 def test_published_files_are_the_named_models(hf, name, differs, tmp_path):
@@ -103,6 +178,8 @@ def test_published_files_are_the_named_models(hf, name, differs, tmp_path):
         TransformerConfig(
             99, 48, 2, 4, 4, 40, True, family="bert", context=9, attention_dropout=0.5
         ),
+        TransformerConfig(99, 48, 2, 4, 2, 40, True, qkv_bias=True, rope_scaling=RopeScaling()),
+        TransformerConfig(99, 48, 2, 4, 1, 40, True, bidirectional=True, dropout=0.25),
     ],
 )
 def test_what_is_written_is_read_again(config, tmp_path):
@@ -121,6 +198,14 @@ def test_settings_that_are_left_out_have_the_family_s_defaults(tmp_path):
     assert (config.tied, config.mlp_dim, config.norm_eps) == (True, 3072, 1e-5)
     assert read(tmp_path, GPT2, n_inner=99).mlp_dim == 99
     assert read(tmp_path, BERT, layer_norm_eps=...).norm_eps == 1e-12
+
+
+def test_a_llada_may_leave_its_heads_and_mlp_to_other_keys(tmp_path):
+    config = read(tmp_path, LLADA, n_kv_heads=..., mlp_hidden_size=None, embedding_size=...)
+    assert (config.kv_heads, config.mlp_dim, config.vocab_size) == (32, 4 * 4096, 126464)
+    assert read(tmp_path, LLADA, n_kv_heads=None, multi_query_attention=True).kv_heads == 1
+    assert read(tmp_path, LLADA, embedding_size=126592).vocab_size == 126592
+    assert read(tmp_path, LLADA, max_sequence_length=...).context == 0
 
 
 def test_newer_files_have_their_rotary_settings_in_one_place(tmp_path):
@@ -150,6 +235,30 @@ def test_newer_files_have_their_rotary_settings_in_one_place(tmp_path):
         (LLAMA, {"hidden_size": ...}, "has no hidden_size"),
         (LLAMA, {"num_key_value_heads": 5}, "do not divide by kv_heads 5"),
         (LLAMA, {"hidden_size": "2048"}, "config.json cannot be used|config.json: "),
+        (QWEN2, {"use_sliding_window": True}, "use_sliding_window True is set"),
+        (QWEN2, {"attention_bias": False}, "attention_bias False is not implemented, only True"),
+        (QWEN2, {"num_key_value_heads": ...}, "has no num_key_value_heads"),
+        (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
+        (DREAM, {"use_mrope": True}, "use_mrope True is not"),
+        (DREAM, {"rope_scaling": {"type": "yarn"}}, "rope type 'yarn'"),
+        (DREAM, {"architectures": ["DreamForCausalLM"]}, "use weights of DreamModel"),
+        (LLADA, {"block_type": "sequential"}, "block_type 'sequential' is not .*'llama'"),
+        (LLADA, {"block_type": ...}, "has no block_type"),
+        (LLADA, {"block_group_size": 2}, "block_group_size 2 is not"),
+        (LLADA, {"activation_type": "swiglu"}, "activation_type 'swiglu' is not"),
+        (LLADA, {"layer_norm_type": "default"}, "layer_norm_type 'default' is not"),
+        (LLADA, {"attention_layer_norm": True}, "attention_layer_norm True is not"),
+        (LLADA, {"include_bias": True}, "include_bias True is not"),
+        (LLADA, {"include_qkv_bias": True}, "include_qkv_bias True is not"),
+        (LLADA, {"rope": False}, "rope False is not"),
+        (LLADA, {"rope_full_precision": False}, "rope_full_precision False is not"),
+        (LLADA, {"alibi": True}, "alibi True is not"),
+        (LLADA, {"scale_logits": True}, "scale_logits True is not"),
+        (LLADA, {"input_emb_norm": True}, "input_emb_norm True is not"),
+        (LLADA, {"weight_tying": ...}, "has no weight_tying"),
+        (LLADA, {"embedding_dropout": 0.1}, "embedding_dropout 0.1 and residual_dropout 0.0"),
+        (LLADA, {"multi_query_attention": True}, "multi_query_attention True and n_kv_heads 32"),
+        (LLADA, {"architectures": ["LLaDAMoEModelLM"]}, "architecture 'LLaDAMoEModelLM' is not"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx True is not"),
         (GPT2, {"scale_attn_weights": False}, "scale_attn_weights False is not"),
         (GPT2, {"activation_function": "relu"}, "activation_function 'relu' is not"),
@@ -177,8 +286,21 @@ def test_files_that_are_no_config_are_refused(tmp_path):
             read_config(tmp_path)
 
 
-def test_a_model_that_has_no_such_form_is_not_written(tmp_path):
-    config = replace(MODELS["gpt-tiny"], kv_heads=2)
-    with pytest.raises(ConfigError, match="kv_heads 2: Hugging Face's gpt has as many as heads"):
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gpt-tiny", {"kv_heads": 2}, "kv_heads 2: Hugging Face's gpt has as many as heads"),
+        (
+            "llama-tiny",
+            {"bidirectional": True, "shifted": True},
+            "bidirectional True, qkv_bias False, shifted True: no checkpoint format has such",
+        ),
+        ("dream-tiny", {"shifted": False}, "bidirectional True, qkv_bias True, shifted False: no"),
+        ("llada-tiny", {"rope_scaling": RopeScaling()}, "rope_scaling: a LLaDA's config.json has"),
+    ],
+)
+def test_a_model_that_has_no_such_form_is_not_written(name, changes, message, tmp_path):
+    config = replace(MODELS[name], **changes)
+    with pytest.raises(ConfigError, match=message):
         write_config(config, tmp_path, "float32")
     assert not list(tmp_path.iterdir())

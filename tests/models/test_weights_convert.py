@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from checkpoints import make, stored
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -16,7 +17,7 @@ from geojax.convert import convert, run_convert
 from geojax.data import read_tokenizer
 from geojax.models.config import MODELS
 from geojax.models.transformer import abstract_params
-from geojax.models.weights import save_safetensors
+from geojax.models.weights import read_config, read_special, render_chat, save_safetensors
 from geojax.score import perplexity
 
 GPT2 = {
@@ -88,6 +89,26 @@ def test_bfloat16_takes_half_the_room_and_rounds_once(source, tmp_path):
         np.testing.assert_array_equal(after[name], tensor.astype(after[name].dtype))
         assert after[name].nbytes == tensor.nbytes // 2
     assert json.loads((tmp_path / "target" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("case", ["llada", "dream", "qwen2-tied"])
+def test_models_of_diffusion_keep_their_bits_ids_and_template(case, tmp_path):
+    source, tensors = make(tmp_path / "source", case)
+    (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (source / "merges.txt").write_text("a b")
+    target = tmp_path / "target"
+    done = convert(source, target, max_shard_bytes=20_000)
+    assert (target / "model.safetensors.index.json").is_file()
+    found = stored(target)
+    assert found.keys() == tensors.keys()
+    for name in tensors:
+        np.testing.assert_array_equal(found[name], tensors[name])
+    assert read_config(target) == done.config == read_config(source)
+    special = read_special(target)
+    assert special == read_special(source)
+    assert special.mask == {"llada": 48, "dream": 49}.get(case)
+    assert render_chat(target, [{"role": "user", "content": "hi"}]) == "hi"
+    assert (target / "merges.txt").read_text() == "a b"
 
 
 def test_a_source_may_have_no_tokenizer_and_says_so(source, tmp_path, capsys):

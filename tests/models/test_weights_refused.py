@@ -50,6 +50,31 @@ def change(**tensors):
             change(cls__predictions__transform__LayerNorm__gamma=np.ones(32, np.float32)),
             r"two spellings of one",
         ),
+        (
+            "llada",
+            change(model__transformer__ff_out__weight=None),
+            r"no tensor 'model.transformer.ff_out.weight'.* \[50, 32\]",
+        ),
+        (
+            "llada",
+            change(model__transformer__blocks__2__ff_out__weight=np.zeros((44, 32), np.float32)),
+            r"blocks.2.ff_out.weight' is \[44, 32\], but the config makes it \[32, 44\]",
+        ),
+        (
+            "llada",
+            change(model__transformer__blocks__0__q_norm__weight=np.zeros(8, np.float32)),
+            r"blocks.0.q_norm.weight' of \[8\] has no place",
+        ),
+        (
+            "dream",
+            change(model__layers__1__self_attn__k_proj__bias=None),
+            r"no tensor 'model.layers.1.self_attn.k_proj.bias'.* \[16\]",
+        ),
+        (
+            "dream",
+            change(model__layers__1__self_attn__o_proj__bias=np.zeros(32, np.float32)),
+            r"o_proj.bias' of \[32\] has no place",
+        ),
         ("bert", change(cls__predictions__bias=None), r"no tensor 'cls.predictions.bias'"),
         (
             "gpt2",

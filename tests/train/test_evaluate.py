@@ -10,11 +10,11 @@ import pytest
 
 from geojax.config import ConfigError, TrainConfig
 from geojax.data import Batch
-from geojax.meshes.gradient import LossSums
+from geojax.meshes.gradient import SequenceSums
 from geojax.meshes.strategy import Strategy
 from geojax.models.config import TransformerConfig
 from geojax.models.transformer import init_params, make_apply
-from geojax.train.evaluate import Evaluation, summarize
+from geojax.train.evaluate import summarize
 from geojax.train.program import Program, Task
 
 MODEL = TransformerConfig(vocab_size=13, dim=8, layers=1, heads=2, kv_heads=1, mlp_dim=12)
@@ -61,6 +61,10 @@ def evaluate(params, batch, rows, devices=1):
     return steps.evaluate(steps.put_params(params), lambda b: cut(batch, b), rows)
 
 
+def sums(nats, tokens):
+    return SequenceSums(np.array([nats], np.float32), np.array([tokens], np.float32))
+
+
 def test_loss_equals_the_mean_of_the_tokens_in_float64(params):
     batch = sequences(8)
     logits = make_apply(MODEL)(params, batch.tokens, batch.positions, batch.segments)
@@ -104,14 +108,39 @@ def test_batches_are_raised_to_what_the_mesh_divides(params):
 
 
 def test_the_mean_is_of_tokens_and_not_of_batches():
-    assert summarize([LossSums(6.0, 2.0), LossSums(2.0, 6.0)]) == Evaluation(1.0, math.e, 8)
+    result = summarize([sums([6.0], [2.0]), sums([2.0], [6.0])])
+    assert (result.loss, result.perplexity, result.tokens) == (1.0, math.e, 8)
+
+
+def test_the_standard_error_covers_the_true_mean():
+    rng = np.random.default_rng(0)
+    covered, tries = 0, 400
+    for _ in range(tries):
+        tokens = rng.integers(20, 40, 50).astype(float)
+        nats = tokens * rng.normal(3, 0.5, 50)  # sequences differ, and their lengths too
+        result = summarize([sums(nats, tokens)])
+        covered += abs(result.loss - 3) < 2 * result.standard_error
+    # 95 % by theory; the binomial's deviation is 1.1 %.
+    assert 0.9 < covered / tries < 0.99
+
+
+def test_draws_of_a_sequence_count_as_one():
+    rng = np.random.default_rng(0)
+    nats, tokens = rng.random(6), np.array([1.0, 2, 3, 4, 5, 0])
+    once = summarize([sums(nats, tokens)])
+    twice = summarize([sums(nats[:3], tokens[:3]), sums(nats[3:], tokens[3:])] * 2, draws=2)
+    assert twice == once
+    assert twice.tokens == 15
+    # Two unlike draws of each: their mean.
+    unlike = summarize([sums(nats * 0.5, tokens), sums(nats * 1.5, tokens)], draws=2)
+    assert unlike == pytest.approx(once)
 
 
 def test_a_loss_beyond_floating_point_has_an_infinite_perplexity():
-    result = summarize([LossSums(np.float32(4e4), np.float32(4))])
+    result = summarize([sums([4e4], [4])])
     assert (result.loss, result.perplexity) == (1e4, math.inf)
 
 
 def test_held_out_text_without_a_loss_is_refused():
     with pytest.raises(ConfigError, match=r"no held-out token .* raise data\.valid_fraction"):
-        summarize([LossSums(0.0, 0.0)])
+        summarize([sums([0.0], [0.0])])

@@ -53,7 +53,7 @@ def x64():
 # --- squares of parts and of sequences ---
 
 ROWS = 32
-LENGTHS = {"gpt": LENGTH, "llama": LENGTH, "bert": 15}
+LENGTHS = {"gpt": LENGTH, "llama": LENGTH, "bert": 15, "dream": LENGTH}
 """15 tokens do not divide by tp: each device then has the whole residual stream."""
 
 
@@ -127,6 +127,7 @@ MORE = [
     ("gpt", "dp2-tp1-pp1-mb4-gb32-fsdp-full"),
     ("llama", "dp8-tp1-pp1-mb2-gb32"),
     ("bert", "dp1-tp2-pp2-mb8-gb32"),
+    ("dream", "dp2-tp2-pp1-mb2-gb32"),
 ]
 
 

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scored tasks for a masked diffusion model: requests on a prefix, each with one right answer.
+
+Invariant: row n is a pure function of (n, seed, seq_len, mixture), by hashes of integers; no
+generator holds a state. A request's answer is a function of the tokens before its canvas alone, so
+all rows of a canvas may be decoded at once.
+
+    BEGIN s s s ... s | ASK function page key | a a ... a END ... END
+    prefix, P tokens  | private, 4 tokens     | canvas: min(n, 12) answers among n tokens
+
+Each symbol of a prefix is the one before it plus one of four steps, so that a hidden one can be
+restored from those beside it. Answer i is a function of the prefix from its row P - 12 page - 6 + i
+on: pages are counted from the prefix's end, where they lie equally far from any canvas. A key says
+which symbols point far, so that a prefix row's part in a chain is known with the request only.
+
+Shapes: b rows, T tokens a row.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int32, Int64, UInt64
+
+from geojax.config.base import require
+from geojax.data.masking import GOLDEN, below, mix
+
+SYMBOLS = 16
+"""Ids below are symbols, and are the numbers that they stand for."""
+STEPS = np.array([1, 3, 6, 11])
+"""What may be added, modulo SYMBOLS, from one symbol of a prefix to the next."""
+PRIVATE = 4
+"""Tokens between prefix and canvas."""
+PAGE = 12
+"""Rows of a page, and most symbols of an answer."""
+PAGES = 3
+KEYS = 7
+GAP = 4
+"""Rows from a hole to the next; a key points back by fewer."""
+REACH = 6
+"""Rows after its own that an answer may depend on."""
+SHORTEST = 1 + PAGE + REACH
+"""Tokens of the shortest prefix, which holds one page."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A function from a stretch of the prefix to one symbol."""
+
+    name: str
+    answer: Callable[[Int64[np.ndarray, "*n w"], Int64[np.ndarray, "*n"]], Int64[np.ndarray, "*n"]]
+    """(w = REACH + 1 symbols from a row on, key) -> symbol."""
+
+
+def _chain(hops: int) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """The symbol `hops` hops on: one row from a symbol below 2 (key + 1), two from another."""
+
+    def answer(window: np.ndarray, key: np.ndarray) -> np.ndarray:
+        here = window[..., 0]
+        at = np.zeros(here.shape, np.int64)
+        for _ in range(hops):
+            at = at + 1 + (here >= 2 * (key + 1))
+            here = np.take_along_axis(window, at[..., None], -1)[..., 0]
+        return here
+
+    return answer
+
+
+TASKS = (
+    Task("copy", lambda window, key: window[..., 0]),
+    Task("shift", lambda window, key: window[..., 1]),
+    Task("max", lambda window, key: np.maximum(window[..., 0], window[..., 1])),
+    Task("sum", lambda window, key: (window[..., 0] + window[..., 1]) % SYMBOLS),
+    Task("hop1", _chain(1)),
+    Task("hop2", _chain(2)),
+    Task("hop3", _chain(3)),
+    # Of a prefix with holes in it, each of which stands for the symbol 1 + key % 3 rows before it.
+    Task("mend", lambda window, key: window[..., 0]),
+)
+FUNCTION_IDS = SYMBOLS
+"""Id that names the first task; the others follow, then pages, then keys."""
+PAGE_IDS = FUNCTION_IDS + len(TASKS)
+KEY_IDS = PAGE_IDS + PAGES
+BEGIN, ASK, END, MASK, HOLE = range(KEY_IDS + KEYS, KEY_IDS + KEYS + 5)
+VOCAB = HOLE + 1
+_MEND = len(TASKS) - 1
+
+# Draws of a row: its own, and from _FIRST_STEP on one for each of its places.
+_TOTAL, _SHARE, _KIND, _TASK, _SYMBOL, _PAGE, _KEY, _HOLE, _SHOWN, _FIRST_STEP = range(10)
+_SHARES = (0.45, 0.92)  # of a request's tokens that are its prefix
+_EXAMPLES = 1 << 32  # what seeds of examples are moved by, so that no training row is among them
+
+
+class TaskRows(NamedTuple):
+    """Documents and requests, with nothing hidden yet."""
+
+    tokens: Int32[np.ndarray, "b T"]
+    """END at padding."""
+    maskable: Bool[np.ndarray, "b T"]
+    real: Bool[np.ndarray, "b T"]
+    task: Int32[np.ndarray, "b"]
+    """Place in TASKS; -1 for a document, which is a prefix alone."""
+    prefix_len: Int32[np.ndarray, "b"]
+    answer_start: Int32[np.ndarray, "b"]
+    """First row of the canvas; of a document, its end."""
+    answer_stop: Int32[np.ndarray, "b"]
+    """First row after the answer's symbols."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Shares of training rows."""
+
+    documents: float = 0.15
+    """Prefixes alone, of which any token but BEGIN may be hidden."""
+    whole: float = 0.1
+    """Requests of which any token but BEGIN may be hidden; of the others, the canvas."""
+    mended: float = 0.5
+    """Of the requests to mend, those whose holes hold what they stand for, and may be hidden."""
+    weights: tuple[float, ...] = (1.0, 1.0, 1.5, 0.7, 0.3, 0.3, 0.3, 2.0)
+    """How often each task is asked, in the order of TASKS."""
+
+    def __post_init__(self):
+        require(
+            min(self.documents, self.whole) >= 0 and self.documents + self.whole <= 1,
+            f"documents {self.documents} and whole {self.whole} are shares of all rows and must "
+            "lie in 0..1 together; lower one",
+        )
+        require(
+            len(self.weights) == len(TASKS) and min(self.weights) >= 0 < max(self.weights),
+            f"weights {self.weights} must be {len(TASKS)} numbers, none negative and one above 0",
+        )
+
+
+def make_rows(
+    samples: UInt64[np.ndarray, "b"], seed: int, seq_len: int, mixture: Mixture = Mixture()
+) -> TaskRows:
+    """Training rows of these numbers: lengths from seq_len / 2 to seq_len, any prefix share."""
+    fewest = 2 * (SHORTEST + PRIVATE + 1)
+    require(
+        seq_len >= fewest, f"seq_len {seq_len} is too short for the tasks; use {fewest} or more"
+    )
+    draws = _Draws(samples, seed)
+    total = draws.integer(_TOTAL, seq_len // 2, seq_len)
+    low, high = _SHARES
+    prefix_len = np.rint((low + (high - low) * draws.unit(_SHARE)) * total).astype(np.int64)
+    prefix_len = np.clip(prefix_len, SHORTEST, total - PRIVATE - 1)
+    kind = draws.unit(_KIND)
+    document = kind < mixture.documents
+    shares = np.cumsum(mixture.weights) / np.sum(mixture.weights)
+    task = np.searchsorted(shares[:-1], draws.unit(_TASK), side="right")
+    task, prefix_len = np.where(document, -1, task), np.where(document, total, prefix_len)
+    rows = _rows(draws, task, prefix_len, total, seq_len, mixture.mended)
+    whole = ~document & (kind < mixture.documents + mixture.whole)
+    seen = rows.real & (np.arange(seq_len) > 0)
+    return rows._replace(maskable=rows.maskable | whole[:, None] & seen)
+
+
+def make_examples(task: str, share: float, count: int, seed: int, seq_len: int) -> TaskRows:
+    """Requests of one task, seq_len tokens each, round(share * seq_len) of them its prefix.
+
+    No training row of any seed below 2**32 is made by the same draws.
+    """
+    names = [t.name for t in TASKS]
+    require(task in names, f"there is no task {task!r}; use one of {', '.join(names)}")
+    prefix_len, longest = round(share * seq_len), seq_len - PRIVATE - 1
+    require(
+        SHORTEST <= prefix_len <= longest,
+        f"a share of {share} makes a prefix of {prefix_len} of {seq_len} tokens, which must be "
+        f"{SHORTEST}..{longest}; change the share or seq_len",
+    )
+    draws = _Draws(np.arange(count, dtype=np.uint64), seed + _EXAMPLES)
+    same = np.ones(count, np.int64)
+    return _rows(draws, names.index(task) * same, prefix_len * same, seq_len * same, seq_len, 0.0)
+
+
+def exact_match(rows: TaskRows, decoded: Int32[np.ndarray, "b T"]) -> Bool[np.ndarray, "b"]:
+    """Whether all symbols of each answer are right; what follows them in the canvas is free."""
+    at = np.arange(rows.tokens.shape[1])
+    answer = (at >= rows.answer_start[:, None]) & (at < rows.answer_stop[:, None])
+    return ((decoded == rows.tokens) | ~answer).all(1)
+
+
+class _Draws:
+    """Hashes of (seed, row, place)."""
+
+    def __init__(self, samples: UInt64[np.ndarray, "b"], seed: int):
+        self._keys = mix(mix(np.array([seed], np.uint64)) + samples * GOLDEN)
+
+    def bits(self, places: np.ndarray) -> UInt64[np.ndarray, "b n"]:
+        return mix(self._keys[:, None] + places.astype(np.uint64) * GOLDEN)
+
+    def integer(self, place: int, low: int, high: np.ndarray | int) -> Int64[np.ndarray, "b"]:
+        """One of low..high."""
+        return low + below(self.bits(np.array([place]))[:, 0], np.asarray(high) - low + 1)
+
+    def unit(self, place: int) -> Float64[np.ndarray, "b"]:
+        """In [0, 1)."""
+        return (self.bits(np.array([place]))[:, 0] >> np.uint64(32)) / 2**32
+
+
+def _rows(
+    draws: _Draws,
+    task: Int64[np.ndarray, "b"],
+    prefix_len: Int64[np.ndarray, "b"],
+    total: Int64[np.ndarray, "b"],
+    seq_len: int,
+    mended: float,
+) -> TaskRows:
+    at = np.arange(seq_len)
+    request = task >= 0
+    start = np.where(request, prefix_len + PRIVATE, total)
+    stop = np.minimum(start + PAGE, total)
+    steps = STEPS[below(draws.bits(_FIRST_STEP + at), np.array(len(STEPS)))]
+    symbols = (draws.integer(_SYMBOL, 0, SYMBOLS - 1)[:, None] + np.cumsum(steps, 1)) % SYMBOLS
+    key = draws.integer(_KEY, 0, KEYS - 1)
+    hole = (at >= GAP) & (at < prefix_len[:, None]) & (task == _MEND)[:, None]
+    hole &= (at + draws.integer(_HOLE, 0, GAP - 1)[:, None]) % GAP == 0
+    source = np.maximum(at - (1 + key % (GAP - 1))[:, None], 0)
+    symbols = np.where(hole, np.take_along_axis(symbols, source, 1), symbols)
+    page = draws.integer(_PAGE, 1, np.minimum((prefix_len - 1 - REACH) // PAGE, PAGES))
+
+    # What each row would bear, if it were an answer; only those that are one are taken.
+    first = (at - start[:, None]) + (prefix_len - PAGE * page - REACH)[:, None]
+    window = first[..., None] + np.arange(REACH + 1)
+    window = np.take_along_axis(symbols[:, None], np.clip(window, 0, seq_len - 1), 2)
+    keys = np.broadcast_to(key[:, None], window.shape[:2])
+    answers = np.stack([t.answer(window, keys) for t in TASKS])[task, np.arange(len(task))]
+
+    shown = (draws.unit(_SHOWN) < mended)[:, None]
+    tokens = np.where(at < prefix_len[:, None], np.where(hole & ~shown, HOLE, symbols), END)
+    tokens[:, 0] = BEGIN
+    private = (np.full_like(task, ASK), FUNCTION_IDS + task, PAGE_IDS + page - 1, KEY_IDS + key)
+    for i, ids in enumerate(private):
+        tokens = np.where(
+            request[:, None] & (at == (prefix_len + i)[:, None]), ids[:, None], tokens
+        )
+    tokens = np.where((at >= start[:, None]) & (at < stop[:, None]), answers, tokens)
+    real = at < total[:, None]
+    maskable = real & (at >= np.where(request, start, 1)[:, None]) | hole & shown
+    ints = (x.astype(np.int32) for x in (task, prefix_len, start, stop))
+    return TaskRows(tokens.astype(np.int32), maskable, real, *ints)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A diffusion model with what sampling needs of it, from a run or from converted weights."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Int32
+
+from geojax.config import ConfigError, require
+from geojax.convert import read_run
+from geojax.data import read_tokenizer
+from geojax.diffusion.sampler import Sampler
+from geojax.models.config import TransformerConfig
+from geojax.models.transformer import Params, Transformer
+from geojax.models.weights import SpecialTokens, forbidden_ids, load_safetensors, read_special
+from geojax.models.weights import read_config as read_weights_config
+from geojax.models.weights.special import TOKENIZER
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>")  # end an answer in a conversation
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A bidirectional model, its text and its special tokens."""
+
+    folder: Path
+    config: TransformerConfig
+    params: Params
+    special: SpecialTokens
+    tokenizer: "tokenizers.Tokenizer | None"
+    """None where the model has no text."""
+    end_ids: tuple[int, ...]
+
+    @property
+    def mask_id(self) -> int:
+        assert self.special.mask is not None, "load refuses models without one"
+        return self.special.mask
+
+    @cached_property
+    def revision(self) -> str:
+        """Names the weights: the first 16 hex digits of the SHA-256 of all of them."""
+        digest = hashlib.sha256()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.params):
+            digest.update(jax.tree_util.keystr(path).encode())
+            digest.update(np.ascontiguousarray(leaf).tobytes())
+        return digest.hexdigest()[:16]
+
+    def encode(self, text: str, special: bool = False) -> Int32[np.ndarray, " n"]:
+        """Ids of `text`; what spells a special token is one only where `special`."""
+        inner = self._text()
+        before, inner.encode_special_tokens = inner.encode_special_tokens, not special
+        try:
+            return np.array(inner.encode(text, add_special_tokens=False).ids, np.int32)
+        finally:
+            inner.encode_special_tokens = before
+
+    def decode(self, ids: Int32[np.ndarray, " n"]) -> str:
+        """Text of `ids`; special tokens are left out."""
+        return self._text().decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def sampler(self, dtype: DTypeLike = jnp.float32) -> Sampler:
+        """Parameters are held in `dtype`."""
+        params = jax.tree.map(lambda x: jnp.asarray(x, dtype), self.params)
+        forbidden = forbidden_ids(self.special, self.tokenizer, self.config.vocab_size)
+        forbidden[list(self.end_ids)] = False
+        return Sampler(
+            Transformer(self.config), params, self.mask_id, forbidden, self.end_ids, dtype
+        )
+
+    def _text(self) -> "tokenizers.Tokenizer":
+        if self.tokenizer is None:
+            raise ConfigError(
+                f"{self.folder} has no {TOKENIZER}; put the model's beside its weights"
+            )
+        return self.tokenizer
+
+
+def load(folder: Path) -> Model:
+    """The diffusion model in a run folder, or in one of safetensors as `geojax convert` writes.
+
+    ConfigError where there is none, it is causal, or nothing says which token is the mask.
+    """
+    folder = folder.expanduser()
+    require(folder.is_dir(), f"{folder} is not a folder; name that of a run or of weights")
+    read = _of_run if (folder / "metrics.jsonl").is_file() else _of_weights
+    config, params, special, tokenizer = read(folder)
+    ends = {special.eos}
+    if tokenizer is not None:
+        ends |= {tokenizer.token_to_id(name) for name in _TURN_ENDS}
+    end_ids = tuple(sorted(i for i in ends if i is not None))
+    return Model(folder, config, params, special, tokenizer, end_ids)
+
+
+def _of_weights(folder: Path) -> tuple[TransformerConfig, Params, SpecialTokens, Any]:
+    config, special = read_weights_config(folder), read_special(folder)
+    _require_bidirectional(folder, config)
+    require(
+        special.mask is not None,
+        f"{folder} does not say which token is the mask; set mask_token_id in its config.json",
+    )
+    path = folder / TOKENIZER
+    tokenizer = read_tokenizer(path).inner if path.is_file() else None
+    return config, load_safetensors(folder, config), special, tokenizer
+
+
+def _of_run(folder: Path) -> tuple[TransformerConfig, Params, SpecialTokens, Any]:
+    config, params, special, tokenizer = read_run(folder)
+    _require_bidirectional(folder, config.model)
+    require(
+        config.data.masking is not None and config.data.masking.kind == "diffusion",
+        f"{folder} was not trained by masked diffusion (data.masking.kind); name a run that was, "
+        "such as one of preset llada-tiny",
+    )
+    require(
+        special.mask is not None,
+        f"the text of {folder} and its tokenizer are gone from the cache; make them again with "
+        "`geojax data` and the run's settings",
+    )
+    return config.model, params, special, tokenizer and tokenizer.inner
+
+
+def _require_bidirectional(folder: Path, config: TransformerConfig) -> None:
+    require(
+        not config.causal,
+        f"{folder} holds a causal {config.family}, which predicts the next token and fills no "
+        "masks; name a diffusion model, such as a run of preset llada-tiny",
+    )

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that a run starts from, where they are not fresh ones."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from geojax.config import require
+from geojax.models.config import TransformerConfig
+from geojax.models.transformer import Params
+from geojax.models.weights import load_safetensors, read_config
+
+
+def read_init(folder: str, model: TransformerConfig) -> Params:
+    """Host parameters from a folder of safetensors; ConfigError where they are of another model.
+
+    A causal model's become a bidirectional one's as they are (Gong et al. 2025, "Scaling Diffusion
+    Language Models via Adaptation from Autoregressive Models"), best with `shifted`. Where the
+    model has more entries than they have, as for a mask token, each new one begins as the mean of
+    the others.
+    """
+    path = Path(folder).expanduser()
+    theirs = read_config(path)
+    free = ["dropout", "attention_dropout"]
+    if theirs.causal and not model.causal:
+        free += ["bidirectional", "shifted"]
+    if theirs.vocab_size < model.vocab_size:
+        free.append("vocab_size")
+    expected = replace(theirs, **{name: getattr(model, name) for name in free})
+    require(
+        expected == model,
+        f"init {folder} holds {theirs}, and the config's model is {model}; set model to match",
+    )
+    params = load_safetensors(path, theirs)
+    for name in ("embed", "head"):
+        if name in params:
+            params[name] = _grown(params[name], theirs.vocab_size, model)
+    return params
+
+
+def _grown(table: np.ndarray, entries: int, model: TransformerConfig) -> np.ndarray:
+    """A table of the vocabulary for a model of more `entries`."""
+    if entries == model.vocab_size:
+        return table
+    grown = np.zeros((model.padded_vocab, *table.shape[1:]), table.dtype)
+    grown[:entries] = table[:entries]
+    grown[entries : model.vocab_size] = table[:entries].mean(0, dtype=np.float32)
+    return grown

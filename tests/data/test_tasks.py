@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows follow from their numbers, have the shares and lengths asked for, and the right answers."""
+
+import math
+
+import numpy as np
+import pytest
+
+from geojax.config import ConfigError
+from geojax.data.tasks import (
+    ASK,
+    BEGIN,
+    END,
+    FUNCTION_IDS,
+    GAP,
+    HOLE,
+    KEY_IDS,
+    KEYS,
+    MASK,
+    PAGE,
+    PAGE_IDS,
+    PAGES,
+    PRIVATE,
+    REACH,
+    SHORTEST,
+    STEPS,
+    SYMBOLS,
+    TASKS,
+    VOCAB,
+    Mixture,
+    exact_match,
+    make_examples,
+    make_rows,
+)
+
+NAMES = [task.name for task in TASKS]
+SHARES = (0.5, 0.7, 0.9)
+
+
+def rows(count=3000, first=0, seed=0, seq_len=80, **mixture):
+    return make_rows(first + np.arange(count, dtype=np.uint64), seed, seq_len, Mixture(**mixture))
+
+
+def take(these, index):
+    return type(these)(*(field[index] for field in these))
+
+
+def assert_same(a, b):
+    for name, x, y in zip(a._fields, a, b, strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+def assert_rate(hits, tries, rate, message=""):
+    """Within 5 standard deviations of a binomial: wrong once in two million."""
+    spread = math.sqrt(rate * (1 - rate) / tries)
+    assert abs(hits / tries - rate) <= 5 * spread, f"{message}: {hits / tries}, not {rate}"
+
+
+def read(tokens):
+    """Answer of a request from its visible tokens, one symbol after the other."""
+    ask = tokens.index(ASK)
+    _, function, page, key = tokens[ask : ask + PRIVATE]
+    name, page, limit = NAMES[function - FUNCTION_IDS], page - PAGE_IDS + 1, 2 * (key - KEY_IDS) + 2
+    answer = []
+    if HOLE in tokens:
+        assert name == "mend"
+        far = 1 + (key - KEY_IDS) % 3
+        tokens = [tokens[i - far] if id == HOLE else id for i, id in enumerate(tokens)]
+    for row in range(ask - PAGE * page - REACH, ask - PAGE * page - REACH + PAGE):
+        here, beside = tokens[row], tokens[row + 1]
+        if name.startswith("hop"):
+            for _ in range(int(name[3:])):
+                row += 1 if tokens[row] < limit else 2
+            answer.append(tokens[row])
+        else:
+            simple = {"copy": here, "shift": beside, "max": max(here, beside), "mend": here}
+            answer.append(simple.get(name, (here + beside) % 16))
+    return answer
+
+
+def assert_right(these):
+    for row in range(len(these.task)):
+        start, stop = int(these.answer_start[row]), int(these.answer_stop[row])
+        tokens = these.tokens[row].tolist()
+        assert tokens[start:stop] == read(tokens[:start])[: stop - start], tokens
+
+
+def test_answers_are_right():
+    these = rows()
+    requests = take(these, these.task >= 0)
+    assert set(requests.task.tolist()) == set(range(len(TASKS)))
+    assert_right(requests)
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("task", NAMES)
+def test_examples_are_right_and_of_the_share_asked(task, share):
+    these = make_examples(task, share, 100, 0, 80)
+    assert_right(these)
+    assert these.real.all()
+    assert (these.task == NAMES.index(task)).all()
+    assert (these.prefix_len == round(share * 80)).all()
+    assert (these.answer_stop == np.minimum(these.answer_start + PAGE, 80)).all()
+    canvas = np.arange(80) >= these.answer_start[:, None]
+    np.testing.assert_array_equal(these.maskable, canvas)
+
+
+def test_a_row_follows_from_its_number_alone():
+    whole = rows(200, first=7)
+    assert_same(take(whole, slice(50, 90)), rows(40, first=57))
+    order = np.random.default_rng(0).permutation(200)
+    mixed = make_rows(np.uint64(7) + order.astype(np.uint64), 0, 80)
+    assert_same(take(whole, order), mixed)
+
+
+def test_rows_of_other_numbers_seeds_and_examples_differ():
+    starts = [
+        x.tokens[:, 1:SHORTEST]
+        for x in (
+            rows(400),
+            rows(400, first=400),
+            rows(400, seed=1),
+            make_examples("copy", 0.5, 400, 0, 80),
+            make_examples("copy", 0.5, 400, 1, 80),
+        )
+    ]
+    starts = np.concatenate(starts)
+    assert len(np.unique(starts, axis=0)) == len(starts)
+
+
+def test_layout():
+    these = rows()
+    at = np.arange(80)
+    ends = these.real.sum(1)
+    np.testing.assert_array_equal(these.real, at < ends[:, None])
+    assert (these.tokens[~these.real] == END).all()
+    assert (these.tokens[:, 0] == BEGIN).all()
+    assert these.tokens.min() >= 0
+    assert not (these.tokens == MASK).any()
+    assert these.tokens.max() < VOCAB == HOLE + 1
+
+    prefix = (at > 0) & (at < these.prefix_len[:, None])
+    mend = these.task == NAMES.index("mend")
+    symbol = these.tokens < SYMBOLS
+    assert (symbol | (mend[:, None] & (these.tokens == HOLE)))[prefix].all()
+    both = prefix[:, 1:] & prefix[:, :-1] & ~mend[:, None]
+    steps = (np.diff(these.tokens) % SYMBOLS)[both]
+    values, counts = np.unique(steps, return_counts=True)
+    np.testing.assert_array_equal(values, STEPS)
+    for count in counts:
+        assert_rate(count, len(steps), 1 / len(STEPS))
+
+    request = these.task >= 0
+    document = take(these, ~request)
+    for border in (document.prefix_len, document.answer_start, document.answer_stop):
+        np.testing.assert_array_equal(border, ends[~request])
+    asked = take(these, request)
+    np.testing.assert_array_equal(asked.answer_start, asked.prefix_len + PRIVATE)
+    np.testing.assert_array_equal(
+        asked.answer_stop, np.minimum(asked.answer_start + PAGE, ends[request])
+    )
+    after = at >= asked.answer_stop[:, None]
+    assert (asked.tokens[after] == END).all()
+
+
+@pytest.mark.parametrize("seq_len", [48, 80, 128])
+def test_lengths_pages_and_keys_spread_over_all_that_fit(seq_len):
+    these = rows(6000, seq_len=seq_len, documents=0.0)
+    ends = these.real.sum(1)
+    assert (ends.min(), ends.max()) == (seq_len // 2, seq_len)
+    assert these.prefix_len.min() == max(SHORTEST, round(0.45 * (seq_len // 2)))
+    assert (these.answer_stop > these.answer_start).all()
+    share = these.prefix_len / ends
+    assert share.max() > 0.85
+    assert share[ends == seq_len].min() < 0.5
+    held = np.arange(len(ends)), these.prefix_len
+    page = these.tokens[held[0], held[1] + 2] - PAGE_IDS + 1
+    fit = np.minimum((these.prefix_len - 1 - REACH) // PAGE, PAGES)
+    assert page.min() == 1
+    assert (page <= fit).all()
+    for most in np.unique(fit):
+        of = page[fit == most]
+        for number in range(1, most + 1):
+            assert_rate((of == number).sum(), len(of), 1 / most, f"page {number} of {most}")
+    key = these.tokens[held[0], held[1] + 3] - KEY_IDS
+    for number in range(KEYS):
+        assert_rate((key == number).sum(), len(key), 1 / KEYS, f"key {number}")
+
+
+def test_shares_of_the_mixture():
+    weights = (3.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0)
+    these = rows(8000, documents=0.3, whole=0.2, weights=weights)
+    document = these.task < 0
+    assert_rate(document.sum(), 8000, 0.3, "documents")
+    seen = np.arange(80)[None] > 0
+    everything = (these.maskable == (these.real & seen)).all(1)
+    assert everything[document].all()
+    assert_rate((everything & ~document).sum(), 8000, 0.2, "whole")
+    canvas = these.real & (np.arange(80) >= these.answer_start[:, None])
+    rest = ~everything
+    np.testing.assert_array_equal(these.maskable[rest], canvas[rest])
+    asked = these.task[~document]
+    for number, weight in enumerate(weights):
+        assert_rate((asked == number).sum(), len(asked), weight / sum(weights), NAMES[number])
+
+
+def test_holes_are_of_requests_to_mend_alone_and_point_back_by_their_key():
+    """Marked, or shown and maskable; a hole every GAP rows, which stands for a symbol before it."""
+    weights = (0.0,) * (len(TASKS) - 1) + (1.0,)
+    these = rows(documents=0.0, whole=0.0, mended=0.4, weights=weights)
+    prefix = np.arange(80) < these.prefix_len[:, None]
+    marked, shown = these.tokens == HOLE, these.maskable & prefix
+    assert not (marked & ~prefix).any()
+    assert not (marked.any(1) & shown.any(1)).any()
+    assert_rate(shown.any(1).sum(), len(shown), 0.4)
+    far = 1 + (these.tokens[np.arange(len(shown)), these.prefix_len + 3] - KEY_IDS) % 3
+    for row in range(len(far)):
+        places = np.flatnonzero(marked[row] | shown[row])
+        assert places.min() >= GAP > far[row]
+        assert places.min() < 2 * GAP
+        assert (np.diff(places) == GAP).all()
+        assert these.prefix_len[row] - places.max() <= GAP
+        if shown[row].any():
+            tokens = these.tokens[row]
+            np.testing.assert_array_equal(tokens[places], tokens[places - far[row]])
+    plain = rows(documents=0.0, whole=0.0, weights=(1.0,) * (len(TASKS) - 1) + (0.0,))
+    assert not (plain.tokens == HOLE).any()
+    assert not (plain.maskable & (np.arange(80) < plain.prefix_len[:, None])).any()
+
+
+def test_exact_match_wants_all_symbols_of_the_answer_and_nothing_else():
+    these = make_examples("copy", 0.5, 4, 0, 80)
+    decoded = these.tokens.copy()
+    decoded[1, these.answer_start[1]] ^= 1
+    decoded[2, these.answer_stop[2] - 1] ^= 1
+    decoded[3, these.answer_stop[3]] = 0
+    decoded[3, 5] = MASK
+    assert exact_match(these, decoded).tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: make_examples("swap", 0.5, 1, 0, 80), "no task 'swap'; use one of copy"),
+        (lambda: make_examples("copy", 0.2, 1, 0, 80), r"prefix of 16 of 80 tokens.* 19\.\.75"),
+        (lambda: make_examples("copy", 0.96, 1, 0, 80), "prefix of 77 of 80 tokens"),
+        (lambda: rows(1, seq_len=47), "seq_len 47 is too short for the tasks; use 48"),
+        (lambda: Mixture(documents=0.8, whole=0.3), r"documents 0\.8 and whole 0\.3"),
+        (lambda: Mixture(documents=-0.1), r"documents -0\.1"),
+        (lambda: Mixture(weights=(1.0,)), f"must be {len(TASKS)} numbers"),
+        (lambda: Mixture(weights=(0.0,) * len(TASKS)), "one above 0"),
+        (lambda: Mixture(weights=(-1.0,) + (1.0,) * (len(TASKS) - 1)), "none negative"),
+    ],
+)
+def test_refused(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()

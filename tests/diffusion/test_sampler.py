@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batched sampler against a slow one, and what a request may not depend on."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from geojax.config import ConfigError
+from geojax.diffusion.choose import POLICIES
+from geojax.diffusion.forward import hidden
+from geojax.diffusion.request import Request, SamplingConfig, prompt
+from geojax.diffusion.sampler import Sampler
+from geojax.models.config import TransformerConfig, get_model
+from geojax.models.transformer import Transformer, init_params, make_apply
+
+MASK, VOCAB = 31, 32
+LLADA = TransformerConfig(
+    vocab_size=VOCAB, dim=32, layers=2, heads=4, kv_heads=2, mlp_dim=48, bidirectional=True
+)
+DREAM = replace(LLADA, qkv_bias=True, shifted=True)
+
+
+@cache
+def params(config):
+    tree = init_params(config, 1)
+    # Larger weights, so that what a row sees matters to what it says.
+    return jax.tree.map(lambda x: x * 2.5 if x.ndim > 2 else x, tree)
+
+
+@cache
+def sampler(config=LLADA, end_ids=(), dtype=jnp.float32):
+    forbidden = np.arange(VOCAB) == MASK
+    return Sampler(Transformer(config), params(config), MASK, forbidden, end_ids, dtype)
+
+
+@cache
+def apply(config):
+    return jax.jit(make_apply(config))
+
+
+def logits_of(config, tokens):
+    """[n, vocab] that predict each token, one sequence alone and nothing padded."""
+    tokens = jnp.asarray(tokens)[None]
+    places = jnp.arange(tokens.shape[1])[None]
+    found = np.asarray(apply(config)(params(config), tokens, places), np.float64)[0]
+    return np.concatenate([found[:1], found[:-1]]) if config.shifted else found
+
+
+def slow(config, request, end_ids=()):
+    """One request, one step at a time, as the papers tell it; greedy. Yields after each step."""
+    ask = request.sampling
+    tokens = np.array(request.tokens)
+    places = np.flatnonzero(tokens == MASK)
+    first, last = places[0], places[-1] + 1
+    steps, size = min(ask.steps or len(places), len(places)), ask.block or last - first
+    for begin in range(first, last, size):
+        end = min(begin + size, last)
+        masks = int((tokens[begin:end] == MASK).sum())
+        if not masks:
+            continue
+        span = last - first
+        share = steps * (end - first) // span - steps * (begin - first) // span
+        share = min(max(share, 1), masks)
+        step = 0
+        while (tokens[begin:end] == MASK).any():
+            found = logits_of(config, tokens)
+            if ask.guidance:
+                blind = tokens.copy()
+                blind[:first], blind[last:] = MASK, MASK
+                other = logits_of(config, blind)
+                found = other + (1 + ask.guidance) * (found - other)
+            found[:, MASK] = -np.inf
+            probs = np.exp(found - found.max(-1, keepdims=True))
+            probs /= probs.sum(-1, keepdims=True)
+            best = np.sort(probs, -1)[:, ::-1]
+            score = {
+                "confidence": best[:, 0],
+                "threshold": best[:, 0],
+                "margin": best[:, 0] - best[:, 1],
+                "entropy": np.sum(probs * np.log(np.where(probs > 0, probs, 1)), -1),
+            }[ask.policy]
+            hidden_ = np.flatnonzero(tokens[begin:end] == MASK) + begin
+            count = masks // share + (step < masks % share)
+            if ask.policy == "threshold":
+                count = max(int((score[hidden_] >= ask.threshold).sum()), 1)
+            chosen = hidden_[np.argsort(-score[hidden_], kind="stable")[:count]]
+            tokens[chosen] = probs[chosen].argmax(-1)
+            step += 1
+            yield tokens.copy()
+            left = np.flatnonzero(tokens == MASK)
+            border = left[0] if len(left) else last
+            if request.ends and np.isin(tokens[first:border], end_ids).any():
+                return
+
+
+ROWS = [
+    prompt([1, 2, 3], 20, MASK, SamplingConfig(steps=9, block=8)),
+    prompt([4] * 17, 13, MASK, SamplingConfig(block=5, policy="margin")),
+    prompt([9, 8, 7, 6, 5], 11, MASK, SamplingConfig(block=0, steps=4, policy="entropy")),
+    prompt([11, 12], 30, MASK, SamplingConfig(block=16, policy="threshold", threshold=0.3)),
+    prompt([13], 7, MASK, SamplingConfig(steps=1, block=4)),
+    Request([3, MASK, 5, 6, MASK, MASK, 7, 8, MASK, 2], SamplingConfig(block=3)),
+]
+
+
+@pytest.mark.parametrize("config", [LLADA, DREAM], ids=["llada", "dream"])
+@pytest.mark.parametrize("row", range(len(ROWS)))
+def test_a_batch_equals_the_slow_sampler_row_by_row(config, row):
+    states = list(slow(config, ROWS[row]))
+    answer = together(config)[row]
+    np.testing.assert_array_equal(answer.tokens, states[-1])
+    assert answer.steps == len(states)
+    assert MASK not in answer.tokens
+
+
+@cache
+def together(config):
+    return sampler(config).sample(ROWS)
+
+
+def test_guidance_equals_the_slow_sampler():
+    strengths = (1.5, 0.0, 0.7)
+    rows = [
+        replace(row, sampling=replace(row.sampling, guidance=g))
+        for row, g in zip(ROWS[:3], strengths, strict=True)
+    ]
+    for row, answer in zip(rows, sampler().sample(rows), strict=True):
+        *_, expected = slow(LLADA, row)
+        np.testing.assert_array_equal(answer.tokens, expected)
+
+
+def test_tokens_a_step_are_as_scheduled():
+    request = prompt([1, 2], 23, MASK, SamplingConfig(steps=10, block=8))
+    left = []
+    sampler().sample([request], lambda p: left.append(int((p.tokens[0] == MASK).sum())), 1)
+    # Blocks of 8, 8, 7 have floor(10 * end / 23) - floor(10 * begin / 23) = 3, 3, 4 steps.
+    assert -np.diff([23, *left]) == pytest.approx([3, 3, 2, 3, 3, 2, 2, 2, 2, 1])
+
+
+def test_given_tokens_stay_whatever_is_filled_between_them():
+    request = ROWS[5]
+    (answer,) = sampler().sample([request])
+    given = np.array(request.tokens) != MASK
+    np.testing.assert_array_equal(answer.tokens[given], np.array(request.tokens)[given])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_do_not_depend_on_the_batch_its_order_or_padding(temperature):
+    rows = [
+        replace(r, sampling=replace(r.sampling, temperature=temperature, seed=i))
+        for i, r in enumerate([*ROWS, prompt([5] * 90, 9, MASK)])
+    ]
+    batch = sampler().sample(rows)
+    backwards = sampler().sample(rows[::-1])[::-1]
+    for i, (a, b) in enumerate(zip(batch, backwards, strict=True)):
+        others = [b, *sampler().sample(rows[i : i + 1])] if i in (0, 5, 6) else [b]
+        for other in others:
+            np.testing.assert_array_equal(other.tokens, a.tokens)
+            assert other.steps == a.steps
+
+
+def test_padding_changes_logits_by_rounding_alone():
+    tokens = np.array([[1, 2, 3, MASK, 5, MASK]])
+    model = Transformer(LLADA)
+    plain = model.logits(
+        params(LLADA), hidden(model, params(LLADA), tokens, np.array([6]), jnp.float32)
+    )
+    padded = np.zeros((3, 64), np.int32)
+    padded[1, :6] = tokens[0]
+    found = model.logits(
+        params(LLADA), hidden(model, params(LLADA), padded, np.array([64, 6, 1]), jnp.float32)
+    )
+    np.testing.assert_allclose(found[1, :6, :VOCAB], plain[0, :, :VOCAB], atol=1e-4)
+    assert np.isfinite(found[..., :VOCAB]).all()
+
+
+def test_seeds_differ_and_repeat():
+    rows = [prompt([1, 2], 20, MASK, SamplingConfig(temperature=1.0, seed=s)) for s in (0, 1, 0)]
+    a, b, again = sampler().sample(rows)
+    np.testing.assert_array_equal(a.tokens, again.tokens)
+    assert (a.tokens != b.tokens).any()
+
+
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "origin"])
+def test_a_calls_number_of_steps_does_not_matter(policy):
+    request = prompt([1, 2, 3], 12, MASK, SamplingConfig(block=5, policy=policy))
+    one, many = (sampler().sample([request], steps_a_call=n)[0] for n in (1, 50))
+    np.testing.assert_array_equal(one.tokens, many.tokens)
+    assert one.steps == many.steps
+
+
+@cache
+def ending():
+    """A request, what it is answered, and a token of the middle of its answer: an end-of-text."""
+    request = prompt([1, 2], 20, MASK, SamplingConfig(block=4))
+    (whole,) = sampler().sample([request])
+    return request, whole, int(whole.new[9])
+
+
+def test_end_of_text_stops_a_row_and_no_other():
+    request, whole, end = ending()
+    seen = []
+    other = replace(ROWS[0], ends=False)
+    ended, free = sampler(end_ids=(end,)).sample(
+        [request, other], lambda p: seen.append(p.tokens[0]), 1
+    )
+    assert ended.ended
+    assert end not in ended.new
+    np.testing.assert_array_equal(ended.tokens, whole.tokens[: len(ended.tokens)])
+    assert whole.tokens[len(ended.tokens)] == end
+    assert ended.steps == len(list(slow(LLADA, request, (end,)))) < whole.steps
+    np.testing.assert_array_equal(free.tokens, together(LLADA)[0].tokens)
+    # Later masks stay as they are: nothing more was computed for that row.
+    assert MASK in seen[-1][: len(request.tokens)]
+
+
+def test_an_end_of_text_between_given_tokens_ends_nothing():
+    request, _, end = ending()
+    tokens = [*request.tokens, 3]
+    (answer,) = sampler(end_ids=(end,)).sample([Request(tokens, request.sampling)])
+    assert MASK not in answer.tokens
+    assert len(answer.tokens) == len(tokens)
+    assert len(answer.new) == 20
+
+
+def test_progress_names_what_will_not_change():
+    filled, tokens = [], []
+
+    def see(progress):
+        filled.append(int(progress.filled[0]))
+        tokens.append(progress.tokens[0].copy())
+
+    (answer,) = sampler().sample([ROWS[0]], see, 1)
+    assert filled == sorted(filled)
+    assert filled[-1] == len(ROWS[0].tokens)
+    for border, seen in zip(filled, tokens, strict=True):
+        np.testing.assert_array_equal(seen[:border], answer.tokens[:border])
+
+
+def test_bfloat16_runs_and_is_close():
+    wide, narrow = sampler().sample(ROWS), sampler(dtype=jnp.bfloat16).sample(ROWS)
+    assert all(len(a.tokens) == len(b.tokens) for a, b in zip(wide, narrow, strict=True))
+
+
+def test_models_and_masks_that_do_not_fit_are_refused():
+    llama = get_model("llama-tiny")
+    with pytest.raises(ConfigError, match="a causal llama predicts the next token"):
+        Sampler(Transformer(llama), {}, 511, np.arange(512) == 511)
+    with pytest.raises(ConfigError, match=r"mask id 3 must be in .* and forbidden"):
+        Sampler(Transformer(LLADA), {}, 3, np.arange(VOCAB) == MASK)
+    with pytest.raises(ConfigError, match="forbidden has shape"):
+        Sampler(Transformer(LLADA), {}, 3, np.zeros(4, bool))
+    with pytest.raises(ConfigError, match="no request"):
+        sampler().sample([])
