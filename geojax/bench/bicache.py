@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What reuse of prefixes costs in accuracy, on tasks with one right answer.
+
+Every policy answers the same requests, so differences are paired. A request's prefix is its own, as
+in a conversation, and is built as a store builds it. The bound beside a loss is one-sided, 95 %, by
+the normal approximation of the paired differences.
+
+Resumable: what was answered lies in the folder, a file for each cell of the table.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from geojax.bicache.depth import Depths
+from geojax.bicache.engine import Engine, Job, Sizes
+from geojax.bicache.policy import get_policy
+from geojax.bicache.store import Builder
+from geojax.bicache.table import read_depths
+from geojax.config import require
+from geojax.data import tasks
+from geojax.diffusion.load import Model, load
+from geojax.diffusion.request import Request, SamplingConfig
+from geojax.track.environment import machine
+from geojax.track.metrics import to_json, write_atomically
+
+SHARES = (0.5, 0.7, 0.9)
+_Z = 1.645  # one-sided 95 %
+_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A policy on one task at one share of the prefix."""
+
+    task: str
+    share: float
+    policy: str
+    every: int | None
+    depth: int | None
+    """Layers in which the prefix is shared; None where the policy shares nothing."""
+    builder: Builder = "prefix"
+
+    @property
+    def name(self) -> str:
+        parts = [self.task, f"{self.share}", self.policy]
+        if self.every is not None:
+            parts.append(f"every{self.every}")
+        if self.depth is not None:
+            parts += [f"depth{self.depth}", self.builder]
+        return "-".join(parts)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of a cell, beside no reuse."""
+
+    cell: Cell
+    accuracy: float
+    error: float
+    """Standard error."""
+    loss: float
+    """Accuracy without reuse less this one, paired."""
+    bound: float
+    """Upper, of the loss."""
+
+
+class Options(Protocol):
+    """What is asked; see `geojax bench bicache --help`."""
+
+    model: Path
+    out: Path
+    count: int
+    seq_len: int
+    steps: int
+    every: int
+    depths: Path | None
+    builder: Builder
+    tasks: tuple[str, ...]
+    json: Path | None
+
+
+def run_bicache(options: Options) -> list[Result]:
+    """Answer requests of each task and share under all policies; tables of losses.
+
+    ConfigError where the model is not one of tasks.
+    """
+    count, seq_len, folder = options.count, options.seq_len, options.out
+    require(count >= 2, f"count {count} must be at least 2")
+    model = load(options.model)
+    require(
+        model.tokenizer is None and model.config.vocab_size >= tasks.VOCAB,
+        f"{options.model} was not trained on tasks; name a run with data.source.kind 'tasks'",
+    )
+    depths = None
+    if options.depths:
+        depths = read_depths(options.depths, model.revision, options.builder)
+    names = [task.name for task in tasks.TASKS]
+    wrong = [name for name in options.tasks if name not in names]
+    require(not wrong, f"no task is named {wrong[:1]}; use {names}")
+    console = Console(highlight=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    results = []
+    for task in options.tasks or names:
+        for share in SHARES:
+            rows = tasks.make_examples(task, share, count, 0, seq_len)
+            plain = None
+            for cell in cells(
+                task, share, options.every, depths, model.config.layers, options.builder
+            ):
+                right = _cached(folder, cell, model, rows, options.steps)
+                plain = right if plain is None else plain
+                results.append(_result(cell, right, plain))
+            _show(
+                console,
+                task,
+                share,
+                [r for r in results if (r.cell.task, r.cell.share) == (task, share)],
+            )
+    content = {
+        "machine": machine(),
+        "examples": count,
+        "seq_len": seq_len,
+        "steps": options.steps,
+        "results": [asdict(result) for result in results],
+    }
+    path = options.json or folder / "bicache.json"
+    write_atomically(path, json.dumps(to_json(content), indent=2) + "\n")
+    console.print(f"wrote {path}")
+    return results
+
+
+def cells(
+    task: str, share: float, every: int, depths: Depths | None, layers: int, builder: Builder
+) -> Iterator[Cell]:
+    """The first reuses nothing."""
+    yield Cell(task, share, "none", None, None)
+    yield Cell(task, share, "refresh", every, None)
+    yield Cell(task, share, "prefix", None, None)
+    yield Cell(task, share, "dual", None, None)
+    yield Cell(task, share, "full", None, layers, builder)
+    if depths is not None:
+        yield Cell(task, share, "bicache", every, depths.at(share), builder)
+        yield Cell(task, share, "bicache-dual", None, depths.at(share), builder)
+    for depth in range(1, layers):
+        yield Cell(task, share, "bicache", every, depth, builder)
+
+
+def answer(cell: Cell, model: Model, rows: tasks.TaskRows, steps: int) -> np.ndarray:
+    """Whether each row's answer is right [b]."""
+    layers = model.config.layers
+    depths = None if cell.depth is None else Depths(((0.0, cell.depth),))
+    if cell.depth in (None, 0) or cell.policy == "full":
+        depths = Depths(((0.0, layers),)) if cell.policy == "full" else Depths(((0.0, 0),))
+    engine = Engine(
+        model.sampler(),
+        get_policy(cell.policy, cell.every),
+        Sizes(2e8, 2e7, page=16),
+        depths,
+        cell.builder,
+    )
+    decoded = rows.tokens.copy()
+    at = np.arange(rows.tokens.shape[1])
+    for start in range(0, len(decoded), _BATCH):
+        jobs = []
+        for i in range(start, min(start + _BATCH, len(decoded))):
+            tokens = np.where(at >= rows.answer_start[i], tasks.MASK, rows.tokens[i])
+            ask = SamplingConfig(steps=steps, block=0)
+            jobs.append(Job(Request(tokens, ask, ends=False), (int(rows.prefix_len[i]),)))
+        for i, found in enumerate(engine.answer(jobs), start):
+            decoded[i] = found.tokens
+        engine.store.purge()
+    return tasks.exact_match(rows, decoded)
+
+
+def _cached(folder: Path, cell: Cell, model: Model, rows: tasks.TaskRows, steps: int) -> np.ndarray:
+    path = folder / f"{cell.name}.json"
+    facts = {"count": len(rows.tokens), "steps": steps, "seq_len": rows.tokens.shape[1]}
+    facts["revision"] = model.revision
+    if path.exists():
+        known = json.loads(path.read_text())
+        if {name: known.get(name) for name in facts} == facts:
+            return np.array(known["right"], bool)
+    right = answer(cell, model, rows, steps)
+    content: dict[str, Any] = facts | {"right": right.astype(int).tolist()}
+    write_atomically(path, json.dumps(content) + "\n")
+    return right
+
+
+def _result(cell: Cell, right: np.ndarray, plain: np.ndarray) -> Result:
+    share, count = float(right.mean()), len(right)
+    losses = plain.astype(float) - right
+    spread = float(losses.std(ddof=1)) / math.sqrt(count)
+    return Result(
+        cell,
+        share,
+        math.sqrt(share * (1 - share) / count),
+        float(losses.mean()),
+        float(losses.mean()) + _Z * spread,
+    )
+
+
+def _show(console: Console, task: str, share: float, results: list[Result]) -> None:
+    table = Table(
+        "policy",
+        "depth",
+        "accuracy",
+        "loss",
+        "at most",
+        box=box.SIMPLE_HEAD,
+        title=f"{task}, prefix {share:.0%} of a request",
+        title_justify="left",
+    )
+    for r in results:
+        label = r.cell.policy if r.cell.every is None else f"{r.cell.policy}, every {r.cell.every}"
+        table.add_row(
+            label,
+            "" if r.cell.depth is None else str(r.cell.depth),
+            f"{r.accuracy:.1%} +- {r.error:.1%}",
+            f"{r.loss:+.1%}",
+            f"{r.bound:+.1%}",
+        )
+    console.print(table)

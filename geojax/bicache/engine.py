@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that share prefixes, as batches that rows may join and leave.
+
+Invariant: a request is answered as if it were alone; what it shares with others is memory. All
+pages that a request holds, of its own or of the store, go back when it leaves, however it ends.
+Shapes come in buckets, and everything that differs within them is an argument, so that few programs
+serve all requests.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int32
+
+from geojax.bicache.build import Build
+from geojax.bicache.denoise import Carry, Denoiser, Rows
+from geojax.bicache.depth import Depths
+from geojax.bicache.pages import (
+    PAGE,
+    Pages,
+    hidden_page_bytes,
+    kv_page_bytes,
+    make_pool,
+    pages_of,
+)
+from geojax.bicache.policy import Policy
+from geojax.bicache.store import Builder, Entry, Store
+from geojax.config import require
+from geojax.diffusion.canvas import Canvas, Rules, begin
+from geojax.diffusion.request import Request, check
+from geojax.diffusion.sampler import Answer, Progress, Sampler
+
+_FEWEST_ROWS = 64  # of a suffix
+_NARROWEST = 32  # window
+_QUANTUM = 16  # steps a call, where the policy has no interval
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request, and what of it is a prefix."""
+
+    request: Request
+    segments: tuple[int, ...] = ()
+    """Tokens of each segment of the prefix, from the first token on; () where nothing is shared."""
+    salt: str = ""
+    """Prefixes are shared among requests of one salt only."""
+    exact: bool = False
+    """Nothing is reused for it, neither between requests nor between steps."""
+
+    @property
+    def prefix(self) -> int:
+        return sum(self.segments)
+
+
+@dataclass
+class Slot:
+    """A request that is being answered."""
+
+    job: Job
+    canvas: Canvas
+    """Its row [1, s], on the host."""
+    rules: Rules
+    depth: int
+    since: int
+    every: int
+    counts: Int32[np.ndarray, " j"]
+    table: Int32[np.ndarray, "L j"]
+    hidden: Int32[np.ndarray, " j"]
+    suffix: Int32[np.ndarray, "L i"]
+    own: Int32[np.ndarray, " n"]
+    """Pages that are its own."""
+    chain: list[Entry] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return bool(self.canvas.done[0])
+
+
+class Shape(NamedTuple):
+    """What a program is compiled for."""
+
+    rows: int
+    prefix_pages: int
+    suffix_rows: int
+    window_rows: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Memory of an engine."""
+
+    kv_bytes: float
+    """Of keys and values: the store's, and of requests that run."""
+    hidden_bytes: float
+    """Of the store's hidden states."""
+    page: int = PAGE
+    """Rows of a page."""
+    quota_bytes: float | None = None
+    """Keys and values that entries of one salt may hold."""
+
+
+class Engine:
+    """Answers jobs under one policy."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        policy: Policy,
+        sizes: Sizes,
+        depths: Depths | None = None,
+        builder: Builder = "prefix",
+        revision: str = "",
+    ):
+        """`depths`: how deep a prefix is shared, by its share of the request; policies that share
+        need it. ConfigError where it is missing, or memory is too small for a single page."""
+        config = sampler.model.config
+        require(
+            depths is not None or not policy.shared or policy.whole,
+            f"policy {policy.name!r} shares prefixes, and nothing says how deep; make a table with "
+            "`geojax profile depth`, or give Depths",
+        )
+        self.sampler, self.policy, self.builder = sampler, policy, builder
+        self.depths = Depths(((0.0, config.layers),)) if policy.whole else depths
+        self.page = sizes.page
+        kv_page = kv_page_bytes(config, sampler.dtype, self.page)
+        hidden_page = hidden_page_bytes(config, sampler.dtype, self.page)
+        shared = self.depths.distinct if policy.shared and self.depths else ()
+        self.kv = Pages(int(sizes.kv_bytes // kv_page))
+        self.hidden = Pages(max(int(sizes.hidden_bytes // hidden_page), 2))
+        self.pool = make_pool(config, self.kv.count, self.hidden.count, sampler.dtype, self.page)
+        kept = tuple(d for d in shared if d < config.layers)
+        self.store = Store(
+            self.kv,
+            self.hidden,
+            self.page,
+            max(shared, default=0),
+            len(kept),
+            f"{revision}\0{jnp.dtype(sampler.dtype).name}\0{shared}",
+            None if sizes.quota_bytes is None else int(sizes.quota_bytes // kv_page),
+        )
+        self._shared, self._kept = shared, kept
+        self.work = {"suffix": 0.0, "prefix": 0.0}
+        """Row-layers computed so far, builds apart (`store.counts.built_rows`)."""
+        self._used: set[Any] = set()
+
+    @property
+    def programs(self) -> int:
+        """Programs used so far; engines of one model and policy share them."""
+        return len(self._used)
+
+    def answer(
+        self,
+        jobs: Sequence[Job],
+        on_step: Callable[[Progress], None] | None = None,
+        steps_a_call: int | None = None,
+    ) -> list[Answer]:
+        """Answer the jobs as one batch; `on_step` as of `Sampler.sample`.
+
+        ConfigError where one of them cannot be answered by this model; NoPagesError where memory is
+        too small for all at once.
+        """
+        require(jobs, "there is no request to answer; give one")
+        slots: list[Slot] = []
+        try:
+            for job in jobs:
+                slots.append(self.admit(job))
+            while not all(slot.done for slot in slots):
+                self.run(slots, steps_a_call)
+                if on_step:
+                    on_step(self.progress(slots))
+            return [self.result(slot) for slot in slots]
+        finally:
+            for slot in slots:
+                self.leave(slot)
+
+    def admit(self, job: Job) -> Slot:
+        """Take memory for a job, and build of its prefix what is not stored.
+
+        ConfigError where the model cannot answer it; NoPagesError where memory is short.
+        """
+        config, request = self.sampler.model.config, job.request
+        check(request, config, self.sampler.mask_id)
+        require(
+            not request.sampling.guidance,
+            f"guidance {request.sampling.guidance}: the masked prompt shares nothing; use the "
+            "sampler without reuse, or set it to 0",
+        )
+        canvas, rules = begin([request], self.sampler.mask_id, 1, len(request.tokens))
+        self._check_segments(job, int(rules.begin[0]))
+        plain = job.exact or self.policy.name == "none"
+        prefix = 0 if plain else job.prefix
+        depth = self._depth(prefix, len(request.tokens))
+        chain: list[Entry] = []
+        shared = bool(prefix and self.policy.shared and depth)
+        if shared:
+            chain = self.store.acquire(
+                self._segments(job), job.salt, self._builder(job), partial(self._build, job)
+            )
+        try:
+            return self._slot(job, canvas, rules, prefix, depth, chain, plain)
+        except BaseException:
+            self.store.release(chain)
+            raise
+
+    def leave(self, slot: Slot) -> None:
+        """Give back what a slot holds; once."""
+        self.kv.give(slot.own)
+        self.store.release(slot.chain)
+        slot.own, slot.chain = np.zeros(0, np.int32), []
+
+    def run(self, slots: Sequence[Slot], steps: int | None = None) -> None:
+        """Some denoising steps of all slots, by default up to the next refresh."""
+        steps = steps or self.policy.every or _QUANTUM
+        shape = self.shape(slots)
+        rows, canvas, rules = self._assemble(slots, shape)
+        carry = self._program(shape)(
+            self.sampler.params, self.pool, rows, canvas, rules, np.int32(steps)
+        )
+        self.pool = carry.pool
+        canvas, since, work = jax.device_get((carry.canvas, carry.since, carry.work))
+        for name in self.work:
+            self.work[name] += float(getattr(work, name))
+        for i, slot in enumerate(slots):
+            row = Canvas(*(np.asarray(x)[i : i + 1] for x in canvas))
+            slot.canvas = row._replace(tokens=row.tokens[:, : len(slot.job.request.tokens)])
+            slot.since = int(since[i])
+
+    def progress(self, slots: Sequence[Slot]) -> Progress:
+        longest = max(s.canvas.tokens.shape[1] for s in slots)
+        tokens = np.zeros((len(slots), longest), np.int32)
+        filled, done = np.zeros(len(slots), np.int32), np.zeros(len(slots), bool)
+        for i, slot in enumerate(slots):
+            row = slot.canvas.tokens[0]
+            tokens[i, : len(row)] = row
+            hidden = row == self.sampler.mask_id
+            filled[i] = hidden.argmax() if hidden.any() else slot.rules.end[0]
+            done[i] = slot.done
+        return Progress(tokens, filled, done)
+
+    def result(self, slot: Slot) -> Answer:
+        """The answer of a slot that is done."""
+        return self.sampler.make_answer(
+            slot.job.request, slot.canvas.tokens[0], int(slot.canvas.steps[0])
+        )
+
+    def shape(self, slots: Sequence[Slot]) -> Shape:
+        """The smallest buckets that hold the slots."""
+        suffix = max(int(s.rules.length[0]) - self._prefix(s) for s in slots)
+        widest = max(
+            int(min(s.rules.block_size[0], s.rules.end[0] - s.rules.begin[0])) for s in slots
+        )
+        pages = max(len(s.counts) for s in slots)
+        return Shape(
+            _power_of_two(len(slots)),
+            _power_of_two(pages) if pages else 0,
+            max(_power_of_two(suffix), _FEWEST_ROWS),
+            max(_power_of_two(widest), _NARROWEST),
+        )
+
+    def check_books(self) -> None:
+        """Whether pages add up; for tests, since a leak is a fault of the engine's."""
+        assert self.kv.taken >= self.store.kv_pages
+        assert self.hidden.taken == self.store.hidden_pages
+        assert self.kv.free + self.kv.taken == self.kv.count - 1
+
+    def _check_segments(self, job: Job, first_mask: int) -> None:
+        shifted = self.sampler.model.config.shifted
+        require(
+            all(n >= 1 for n in job.segments),
+            f"segments {job.segments} must have at least 1 token each; leave empty ones out",
+        )
+        require(
+            job.prefix <= first_mask - shifted,
+            f"segments {job.segments} are {job.prefix} tokens, and the prefix may have "
+            f"{first_mask - shifted}: it ends before the first mask"
+            + (", and its last token predicts that" if shifted else ""),
+        )
+
+    def _depth(self, prefix: int, length: int) -> int:
+        layers = self.sampler.model.config.layers
+        if not prefix:
+            return layers
+        if not self.policy.shared:
+            return 0
+        assert self.depths is not None
+        return self.depths.at(prefix / length)
+
+    def _segments(self, job: Job) -> list[np.ndarray]:
+        tokens = np.asarray(job.request.tokens, np.int32)
+        return np.split(tokens[: job.prefix], np.cumsum(job.segments)[:-1])
+
+    def _canvas(self, job: Job) -> int:
+        """Masks that a build sees behind a segment, in buckets."""
+        return _power_of_two(len(job.request.tokens) - job.prefix)
+
+    def _builder(self, job: Job) -> str:
+        return self.builder if self.builder == "prefix" else f"canvas {self._canvas(job)}"
+
+    def _build(self, job: Job, entry: Entry) -> None:
+        before = entry.chain()[:-1]
+        first = sum(e.rows for e in before)
+        masks = self._canvas(job) if self.builder == "canvas" else 0
+        page, depth = self.page, self.store_depth
+        pages = pages_of(entry.rows, page)
+        own, parents = _power_of_two(pages), sum(e.kv.shape[1] for e in before)
+        behind = _power_of_two(parents) if parents else 0
+        rows = own * page + masks
+        tokens = np.full((1, rows), self.sampler.mask_id, np.int32)
+        tokens[0, : entry.rows] = entry.tokens
+        table, counts = np.zeros((depth, 1, behind), np.int32), np.zeros((1, behind), np.int32)
+        if before:
+            table[:, 0, :parents] = np.concatenate([e.kv for e in before], axis=1)
+            counts[0, :parents] = np.concatenate([_page_counts(e.rows, page) for e in before])
+        self._used.add(("build", own, behind, masks))
+        dtype = jnp.dtype(self.sampler.dtype).name
+        build = Build(self.sampler.model, dtype, self._shared)
+        pad = ((0, 0), (0, own - pages))
+        self.pool = _compiled(build)(
+            self.sampler.params,
+            self.pool,
+            tokens,
+            np.int32(first),
+            np.int32(entry.rows),
+            np.int32(entry.rows + masks),
+            table,
+            counts,
+            np.pad(entry.kv, pad)[:, None],
+            np.pad(entry.hidden, pad)[:, None],
+        )
+
+    @property
+    def store_depth(self) -> int:
+        """Layers whose keys and values the store keeps."""
+        return max(self._shared, default=0)
+
+    def _slot(
+        self, job: Job, canvas: Canvas, rules: Rules, prefix: int, depth: int, chain, plain: bool
+    ) -> Slot:
+        layers, page = self.sampler.model.config.layers, self.page
+        if chain:
+            counts = np.concatenate([_page_counts(e.rows, page) for e in chain])
+        else:
+            counts = _page_counts(prefix, page)
+        pages = len(counts)
+        behind = 0
+        if self.policy.window != "suffix":
+            behind = pages_of(len(job.request.tokens) - prefix, page)
+        wanted = (layers - depth) * pages + layers * behind
+        self.store.make_room(wanted)
+        own = self.kv.take(wanted)
+        table, hidden = np.zeros((layers, pages), np.int32), np.zeros(pages, np.int32)
+        table[depth:] = own[: (layers - depth) * pages].reshape(layers - depth, pages)
+        if chain:
+            table[:depth] = np.concatenate([e.kv[:depth] for e in chain], axis=1)
+            if depth in self._kept:
+                number = self._kept.index(depth)
+                hidden = np.concatenate([e.hidden[number] for e in chain])
+        suffix = own[(layers - depth) * pages :].reshape(layers, behind)
+        every = 1 if plain else self.policy.every
+        return Slot(
+            job, canvas, rules, depth, 0, every, counts, table, hidden, suffix, own, list(chain)
+        )
+
+    def _prefix(self, slot: Slot) -> int:
+        return int(slot.counts.sum())
+
+    def _assemble(self, slots: Sequence[Slot], shape: Shape) -> tuple[Rows, Canvas, Rules]:
+        """Arrays of a batch; rows beyond the slots are done."""
+        layers, b = self.sampler.model.config.layers, shape.rows
+        behind = 0
+        if self.policy.window != "suffix":
+            behind = pages_of(shape.suffix_rows, self.page)
+        empty = begin(
+            [], self.sampler.mask_id, b, shape.prefix_pages * self.page + shape.suffix_rows
+        )
+        canvas, rules = ([np.array(x) for x in part] for part in empty)
+        rows = Rows(
+            prefix=np.zeros(b, np.int32),
+            depth=np.full(b, layers, np.int32),
+            table=np.zeros((layers, b, shape.prefix_pages), np.int32),
+            counts=np.zeros((b, shape.prefix_pages), np.int32),
+            hidden=np.zeros((b, shape.prefix_pages), np.int32),
+            suffix=np.zeros((layers, b, behind), np.int32),
+            every=np.ones(b, np.int32),
+            since=np.ones(b, np.int32),
+        )
+        for i, slot in enumerate(slots):
+            for whole, part in zip(canvas, slot.canvas, strict=True):
+                if whole.ndim == 2:
+                    whole[i, : part.shape[1]] = part[0]
+                else:
+                    whole[i] = part[0]
+            for whole, part in zip(rules, slot.rules, strict=True):
+                whole[i] = part[0]
+            rows.prefix[i], rows.depth[i] = self._prefix(slot), slot.depth
+            rows.every[i], rows.since[i] = slot.every, slot.since
+            pages = len(slot.counts)
+            rows.table[:, i, :pages], rows.counts[i, :pages] = slot.table, slot.counts
+            rows.hidden[i, :pages] = slot.hidden
+            rows.suffix[:, i, : slot.suffix.shape[1]] = slot.suffix
+        return rows, Canvas(*canvas), Rules(*rules)
+
+    def _program(self, shape: Shape) -> Callable[..., Carry]:
+        sampler = self.sampler
+        self._used.add(shape)
+        denoiser = Denoiser(
+            sampler.model,
+            sampler.mask_id,
+            jnp.dtype(sampler.dtype).name,
+            shape.suffix_rows,
+            min(shape.window_rows, shape.suffix_rows),
+            self.policy.window,
+        )
+        return partial(
+            _compiled(denoiser),
+            forbidden=sampler.padded_forbidden,
+            end_ids=sampler.padded_ends,
+        )
+
+
+@lru_cache(maxsize=256)
+def _compiled(program: Denoiser | Build) -> Callable[..., Any]:
+    """One program for all engines that would compile the same; the pool is taken over."""
+    return jax.jit(program.run, donate_argnums=1)
+
+
+def _page_counts(rows: int, page: int) -> Int32[np.ndarray, " j"]:
+    """Rows of each page of a segment."""
+    at = np.arange(pages_of(rows, page)) * page
+    return np.minimum(rows - at, page).astype(np.int32)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefixes that requests share: segments of tokens, each built after the segments before it.
+
+An entry is one segment of one prefix: its keys and values in the layers below the deepest depth,
+and its hidden state at each depth, in pages. Its key is the hash of its parent's key, of its tokens
+and of all else that they follow from: the model's revision, the type, the builder, and a salt, by
+which tenants are kept apart. A first 100 tokens that were built together with 900 more are not the
+prefix of another request, so segments are whole, and a chain of them is what a prefix is.
+
+Invariant: what an entry holds follows from its key. An entry with children or users is never
+evicted; a tenant evicts its own entries only, once it is at its quota, and everybody's oldest
+otherwise.
+"""
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Int32
+
+from geojax.bicache.pages import NoPagesError, Pages, pages_of
+from geojax.config import require
+
+Segments = Sequence[Sequence[int] | Int32[np.ndarray, " n"]]
+Builder = Literal["prefix", "canvas"]
+"""prefix: a pass over the segment after its parents. canvas: the same with masks behind it, as many
+as requests like this one have, so that its rows have seen a canvas."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """One segment. Pages are the store's; arrays are on the host."""
+
+    key: bytes
+    parent: "Entry | None"
+    tokens: Int32[np.ndarray, " n"]
+    salt: str
+    kv: Int32[np.ndarray, "depth j"]
+    """Key/value pages of each layer below the deepest depth."""
+    hidden: Int32[np.ndarray, "depths j"]
+    """Hidden pages at each depth."""
+    users: int = 0
+    """Requests that read it."""
+    children: int = 0
+    pinned: bool = False
+    used: int = 0
+    """When it was last wanted, by the store's own count."""
+    ready: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def rows(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def busy(self) -> bool:
+        return self.users > 0 or self.children > 0 or not self.ready.is_set()
+
+    def chain(self) -> "list[Entry]":
+        """From the first segment to this one."""
+        before = self.parent.chain() if self.parent else []
+        return [*before, self]
+
+
+@dataclass
+class Counts:
+    """What happened since the store was made."""
+
+    hits: int = 0
+    builds: int = 0
+    waits: int = 0
+    """For a build that another request had begun."""
+    evictions: int = 0
+    built_rows: int = 0
+
+
+class Store:
+    """Entries of one model, one type and one set of depths."""
+
+    def __init__(
+        self,
+        kv: Pages,
+        hidden: Pages,
+        page: int,
+        depth: int,
+        depths: int,
+        revision: str,
+        quota_pages: int | None = None,
+    ):
+        """`depth`: layers whose keys and values are kept; `depths`: hidden states of each row;
+        `revision` names the model and the type; `quota_pages`: key/value pages a salt may hold."""
+        self._kv, self._hidden, self._page = kv, hidden, page
+        self._depth, self._depths, self._revision = depth, depths, revision
+        self._quota = quota_pages
+        self._entries: dict[bytes, Entry] = {}
+        self._clock = 0
+        self._lock = threading.RLock()
+        self.counts = Counts()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def kv_pages(self) -> int:
+        return sum(entry.kv.size for entry in self._entries.values())
+
+    @property
+    def hidden_pages(self) -> int:
+        return sum(entry.hidden.size for entry in self._entries.values())
+
+    def keys(self, segments: Segments, salt: str, builder: str) -> list[bytes]:
+        """The key of each segment of a prefix. `builder` names all that a build follows from
+        beside the tokens."""
+        keys, parent = [], f"{self._revision}\0{salt}\0{builder}".encode()
+        for tokens in segments:
+            body = np.asarray(tokens, np.int32).tobytes()
+            parent = hashlib.sha256(hashlib.sha256(parent).digest() + body).digest()
+            keys.append(parent)
+        return keys
+
+    def acquire(
+        self,
+        segments: Segments,
+        salt: str,
+        builder: str,
+        build: Callable[[Entry], None],
+    ) -> list[Entry]:
+        """The chain of a prefix, held until `release`; what is missing is built.
+
+        `build` fills the pages of an entry, whose parents are ready. One caller builds an entry,
+        others wait for it. NoPagesError where pages are wanting although all that may go has gone.
+        """
+        chain: list[Entry] = []
+        try:
+            for tokens, key in zip(segments, self.keys(segments, salt, builder), strict=True):
+                chain.append(self._hold(key, chain[-1] if chain else None, tokens, salt, build))
+        except BaseException:
+            self.release(chain)
+            raise
+        return chain
+
+    def release(self, chain: Sequence[Entry]) -> None:
+        with self._lock:
+            for entry in chain:
+                assert entry.users > 0, "an entry is released that nobody uses"
+                entry.users -= 1
+
+    def longest(
+        self,
+        prompt: Sequence[int] | Int32[np.ndarray, " n"],
+        salt: str,
+        builder: str,
+        ends: Sequence[int] | None = None,
+    ) -> list[int]:
+        """Where the segments of the longest stored prefix of `prompt` end; [] where there is none.
+
+        `ends`: where segments may end, as at a conversation's messages; None: anywhere.
+        """
+        given = np.asarray(prompt, np.int32)
+        with self._lock:
+            by_parent: dict[bytes | None, list[Entry]] = {}
+            for entry in self._entries.values():
+                if entry.salt == salt and entry.ready.is_set():
+                    parent = entry.parent.key if entry.parent else None
+                    by_parent.setdefault(parent, []).append(entry)
+        found, at, parent, segments = [], 0, None, list[np.ndarray]()
+        while True:
+            fits = [
+                entry
+                for entry in by_parent.get(parent, [])
+                if (ends is None or at + entry.rows in ends)
+                and at + entry.rows <= len(given)
+                and np.array_equal(entry.tokens, given[at : at + entry.rows])
+                and self.keys([*segments, entry.tokens], salt, builder)[-1] == entry.key
+            ]
+            if not fits:
+                return found
+            best = max(fits, key=lambda entry: entry.rows)
+            at, parent = at + best.rows, best.key
+            segments.append(best.tokens)
+            found.append(at)
+
+    def pin(self, chain: Sequence[Entry], pinned: bool = True) -> None:
+        """Keep entries whatever else is wanted, or no more."""
+        with self._lock:
+            for entry in chain:
+                entry.pinned = pinned
+
+    def purge(self, salt: str | None = None) -> int:
+        """Evict what nobody uses, of one tenant or of all; how many entries went."""
+        with self._lock:
+            gone = 0
+            while victim := self._oldest(lambda e: salt is None or e.salt == salt, pinned=True):
+                self._evict(victim)
+                gone += 1
+            return gone
+
+    def make_room(self, kv_pages: int, hidden_pages: int = 0) -> None:
+        """Evict until so many pages are free; NoPagesError where what is in use stands against
+        it."""
+        with self._lock:
+            while self._kv.free < kv_pages or self._hidden.free < hidden_pages:
+                victim = self._oldest(lambda entry: True)
+                if victim is None:
+                    raise NoPagesError(
+                        f"{kv_pages} key/value and {hidden_pages} hidden pages are wanted, "
+                        f"{self._kv.free} and {self._hidden.free} are free, and all entries are in "
+                        "use; wait for requests to end, or raise the pool's bytes"
+                    )
+                self._evict(victim)
+
+    def _hold(self, key: bytes, parent: Entry | None, tokens, salt: str, build) -> Entry:
+        with self._lock:
+            self._clock += 1
+            entry = self._entries.get(key)
+            mine = entry is None
+            if mine:
+                entry = self._new(key, parent, tokens, salt)
+            else:
+                self.counts.hits += entry.ready.is_set()
+                self.counts.waits += not entry.ready.is_set()
+            entry.used, entry.users = self._clock, entry.users + 1
+        if not mine:
+            entry.ready.wait()
+            if self._entries.get(key) is not entry:  # its build failed
+                with self._lock:
+                    entry.users -= 1
+                return self._hold(key, parent, tokens, salt, build)
+            return entry
+        try:
+            build(entry)
+        except BaseException:
+            with self._lock:
+                entry.users -= 1
+                self._drop(entry)
+            entry.ready.set()
+            raise
+        self.counts.builds += 1
+        self.counts.built_rows += entry.rows
+        entry.ready.set()
+        return entry
+
+    def _new(self, key: bytes, parent: Entry | None, tokens, salt: str) -> Entry:
+        tokens = np.array(tokens, np.int32)
+        require(len(tokens), "a segment of 0 tokens is wanted; leave it out")
+        pages = pages_of(len(tokens), self._page)
+        kv, hidden = self._depth * pages, self._depths * pages
+        # Its parents are held by the caller, so they stay.
+        if self._quota is not None:
+            require(
+                kv <= self._quota,
+                f"a segment of {len(tokens)} tokens takes {kv} pages, more than the quota of "
+                f"{self._quota}; raise it, or send the segment in parts",
+            )
+            while self._held(salt) + kv > self._quota:
+                victim = self._oldest(lambda entry: entry.salt == salt)
+                if victim is None:
+                    raise NoPagesError(
+                        f"salt {salt!r} holds {self._held(salt)} pages, all in use, wants {kv} "
+                        f"more, and its quota is {self._quota}; wait, or raise it"
+                    )
+                self._evict(victim)
+        self.make_room(kv, hidden)
+        entry = Entry(
+            key,
+            parent,
+            tokens,
+            salt,
+            self._kv.take(kv).reshape(self._depth, pages),
+            self._hidden.take(hidden).reshape(self._depths, pages),
+        )
+        self._entries[key] = entry
+        if parent:
+            parent.children += 1
+        return entry
+
+    def _held(self, salt: str) -> int:
+        return sum(entry.kv.size for entry in self._entries.values() if entry.salt == salt)
+
+    def _oldest(self, of: Callable[[Entry], bool], pinned: bool = False) -> Entry | None:
+        idle = (e for e in self._entries.values() if not e.busy and (pinned or not e.pinned))
+        return min(filter(of, idle), key=lambda entry: entry.used, default=None)
+
+    def _evict(self, entry: Entry) -> None:
+        self.counts.evictions += 1
+        self._drop(entry)
+
+    def _drop(self, entry: Entry) -> None:
+        del self._entries[entry.key]
+        self._kv.give(entry.kv)
+        self._hidden.give(entry.hidden)
+        if entry.parent:
+            entry.parent.children -= 1

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`geojax profile depth`: profiles of a model, the table of depths that follows, as a file.
+
+Invariant: a table names the weights and the builder that it was made with, and is refused for
+others.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tyro
+from jaxtyping import Int32
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from geojax.bicache.depth import Depths
+from geojax.bicache.profile import ShareProfile, by_cosine, by_output, profile_share
+from geojax.bicache.store import Builder
+from geojax.config import ConfigError, DataConfig, SourceConfig, TokenizerConfig, require
+from geojax.data import both_splits, prepare, tasks
+from geojax.diffusion.load import Model, load
+from geojax.models.transformer import Transformer
+from geojax.models.weights.special import TOKENIZER
+from geojax.track.environment import machine
+from geojax.track.metrics import to_json, write_atomically
+
+
+@dataclass(frozen=True)
+class DepthOptions:
+    """How deep prefixes of a model may be shared."""
+
+    model: tyro.conf.Positional[Path]
+    """Folder of a diffusion run, or of weights that `geojax convert` wrote."""
+    out: Path = Path("depths.json")
+    """File for the table; a picture goes beside it."""
+    shares: tuple[float, ...] = (0.5, 0.7, 0.9)
+    """Of the prefix in a request."""
+    length: int = 128
+    """Tokens of a request."""
+    count: int = 64
+    """Requests of each share."""
+    criterion: Literal["cosine", "output"] = "output"
+    """cosine: of keys and values, as published; output: of what the model predicts."""
+    least_cosine: float = 0.97
+    """cosine: every layer's below the depth."""
+    most_kl: float = 0.05
+    """output: the 95th percentile of the divergence of predictions, in nats, under the share of
+    masks where it is worst."""
+    builder: Builder = "prefix"
+    """prefix: keys and values of the prefix alone; canvas: with masks behind it."""
+    source: SourceConfig = SourceConfig()
+    """Text of the requests; a run of tasks takes those."""
+
+
+def run_depth(options: DepthOptions) -> None:
+    """Profile, print, and write the table. Raises ConfigError on bad input."""
+    require(options.count >= 1, f"count {options.count} must be at least 1")
+    require(options.length >= 2, f"length {options.length} must be at least 2")
+    require(
+        options.shares and all(0 < share < 1 for share in options.shares),
+        f"shares {options.shares} must lie between 0 and 1; use 0.5 0.7 0.9",
+    )
+    model, console = load(options.model), Console(highlight=False)
+    profiles = []
+    for share in sorted(options.shares):
+        sequences, first_mask = _requests(model, options, share)
+        profiles.append(
+            profile_share(
+                Transformer(model.config),
+                model.params,
+                sequences,
+                round(share * options.length),
+                model.mask_id,
+                canvas=options.builder == "canvas",
+                first_mask=first_mask,
+            )
+        )
+    if options.criterion == "cosine":
+        depths = by_cosine(profiles, options.least_cosine)
+    else:
+        depths = by_output(profiles, options.most_kl)
+    for profile in profiles:
+        console.print(_table(profile))
+    for share, depth in depths.steps:
+        console.print(f"  prefix of {share:.0%} or more: {depth} of {model.config.layers} layers")
+    content: dict[str, Any] = {
+        "revision": model.revision,
+        "builder": options.builder,
+        "criterion": options.criterion,
+        "bound": options.least_cosine if options.criterion == "cosine" else options.most_kl,
+        "steps": depths.steps,
+        "length": options.length,
+        "count": options.count,
+        "machine": machine(),
+        "profiles": [asdict(profile) for profile in profiles],
+    }
+    write_atomically(options.out, json.dumps(to_json(content), indent=2) + "\n")
+    picture = options.out.with_suffix(".png")
+    plot_profiles(profiles, picture)
+    console.print(f"wrote {options.out} and {picture}", soft_wrap=True)
+
+
+def read_depths(path: Path, revision: str, builder: Builder) -> Depths:
+    """The table in a file that `geojax profile depth` wrote for these weights and this builder;
+    ConfigError where it is of others, or is none."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        steps = tuple((float(share), int(depth)) for share, depth in found["steps"])
+        theirs = (found["revision"], found["builder"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is no table of depths ({error}); make one with `geojax profile depth`"
+        ) from error
+    require(
+        theirs == (revision, builder),
+        f"{path} is of weights {theirs[0]} and builder {theirs[1]!r}, not of {revision} and "
+        f"{builder!r}; make one of these with `geojax profile depth`",
+    )
+    return Depths(steps)
+
+
+def plot_profiles(profiles: Sequence[ShareProfile], path: Path) -> None:
+    """Cosines by layer, and divergence of predictions by depth, a line a share."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4))
+    for profile in profiles:
+        label = f"prefix {profile.share:.0%}"
+        left.plot(profile.key_cosine, "o-", label=label)
+        middle.plot(profile.value_cosine, "o-", label=label)
+        right.plot([max(e.kl_p95, 1e-8) for e in profile.effects], "o-", label=label)
+    left.set(title="keys", xlabel="layer", ylabel="cosine, prefix alone to whole")
+    middle.set(title="values", xlabel="layer")
+    right.set(title="predictions", xlabel="depth of reuse", ylabel="95th percentile of KL, nats")
+    right.set_yscale("log")
+    left.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _requests(
+    model: Model, options: DepthOptions, share: float
+) -> tuple[Int32[np.ndarray, "n s"], int | None]:
+    """Whole requests, and where their masks may begin."""
+    if model.tokenizer is None:
+        each = -(-options.count // len(tasks.TASKS))
+        rows = [
+            tasks.make_examples(task.name, share, each, 1, options.length) for task in tasks.TASKS
+        ]
+        return np.concatenate([r.tokens for r in rows]), int(rows[0].answer_start[0])
+    path = model.folder / TOKENIZER
+    require(
+        path.is_file(),
+        f"{model.folder} has no {TOKENIZER} beside its weights; convert the run with `geojax "
+        "convert`, and profile what that wrote",
+    )
+    tokenizer = TokenizerConfig(kind="file", path=str(path))
+    data = DataConfig(options.source, tokenizer, options.length)
+    corpus = prepare(data, model.config.vocab_size)
+    _, held_out = both_splits(corpus, data, False)
+    found = [batch.tokens for batch in held_out.batches(1, options.count)]
+    require(
+        len(found) > 1,
+        f"the held-out text has {len(found)} sequences of {options.length} tokens; lower length",
+    )
+    return np.concatenate(found[:-1]), None  # the last one may be padded
+
+
+def _table(profile: ShareProfile) -> Table:
+    table = Table(
+        "depth",
+        "key cosine",
+        "value cosine",
+        "KL",
+        "KL, 95 %",
+        "same token",
+        "worst masks",
+        box=box.SIMPLE_HEAD,
+        title=f"prefix {profile.share:.0%}: cosines of the layer below the depth",
+        title_justify="left",
+    )
+    for depth, effect in enumerate(profile.effects):
+        cosines = (profile.key_cosine, profile.value_cosine)
+        table.add_row(
+            str(depth),
+            *(f"{c[depth - 1]:.4f}" if depth else "" for c in cosines),
+            f"{effect.kl:.2e}",
+            f"{effect.kl_p95:.2e}",
+            f"{effect.agreement:.1%}",
+            f"{profile.worst_masked[depth]:.0%}",
+        )
+    return table

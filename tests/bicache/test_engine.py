@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine under every policy, against a slow one, and what a request may not depend on."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+import slow_engine
+
+from geojax.bicache.depth import Depths
+from geojax.bicache.engine import Engine, Job, Sizes
+from geojax.bicache.pages import NoPagesError
+from geojax.bicache.policy import get_policy
+from geojax.config import ConfigError
+from geojax.diffusion.request import Request, SamplingConfig, prompt
+from geojax.diffusion.sampler import Sampler
+from geojax.models.config import TransformerConfig
+from geojax.models.transformer import Transformer, init_params
+
+MASK, VOCAB, PAGE = 31, 32, 16
+LLADA = TransformerConfig(
+    vocab_size=VOCAB, dim=32, layers=4, heads=4, kv_heads=2, mlp_dim=48, bidirectional=True
+)
+DREAM = replace(LLADA, qkv_bias=True, shifted=True)
+DEPTHS = Depths(((0.0, 1), (0.5, 2), (0.75, 3)))
+SIZES = Sizes(4e6, 1e6, page=PAGE)
+
+
+@cache
+def params(config):
+    tree = init_params(config, 1)
+    # Larger weights, so that what a row sees matters to what it says.
+    return jax.tree.map(lambda x: x * 2.5 if x.ndim > 2 else x, tree)
+
+
+@cache
+def sampler(config=LLADA):
+    return Sampler(Transformer(config), params(config), MASK, np.arange(VOCAB) == MASK)
+
+
+@cache
+def slow_model(config):
+    return slow_engine.SlowModel(config, params(config))
+
+
+def request(seed, given, canvas, **kwargs):
+    ids = np.random.default_rng(seed).integers(0, 30, given)
+    return prompt(ids.tolist(), canvas, MASK, SamplingConfig(**kwargs))
+
+
+JOBS = [
+    Job(request(0, 45, 20, block=8, steps=10), (40,)),  # a share of 0.62
+    Job(request(1, 73, 16, block=8), (30, 40)),  # two segments, a share of 0.79
+    Job(request(2, 9, 12, block=5)),  # no prefix
+    Job(request(3, 20, 30, block=0, steps=9), (16,)),  # one page, a share of 0.32
+]
+POLICIES = [
+    ("none", None),
+    ("refresh", 1),
+    ("refresh", 4),
+    ("full", None),
+    ("prefix", None),
+    ("dual", None),
+    ("bicache", 1),
+    ("bicache", 3),
+    ("bicache-dual", None),
+    ("bicache-dual", 3),
+]
+
+
+@cache
+def engine(name, every, config=LLADA, builder="prefix"):
+    return Engine(sampler(config), get_policy(name, every), SIZES, DEPTHS, builder)
+
+
+@cache
+def answers(name, every, config=LLADA, builder="prefix"):
+    made = engine(name, every, config, builder)
+    found = made.answer(JOBS)
+    made.check_books()
+    return found
+
+
+def slow(name, every, job, config=LLADA, masks=0):
+    policy = get_policy(name, every)
+    share = job.prefix / len(job.request.tokens)
+    depth = config.layers if policy.whole else DEPTHS.at(share)
+    return slow_engine.answer(
+        slow_model(config), job.request, policy, MASK, job.segments, depth, masks
+    )
+
+
+@pytest.mark.parametrize(("name", "every"), POLICIES)
+def test_every_policy_equals_the_slow_engine(name, every):
+    for job, found in zip(JOBS, answers(name, every), strict=True):
+        np.testing.assert_array_equal(found.tokens, slow(name, every, job))
+
+
+@pytest.mark.parametrize(("name", "every"), [("refresh", 4), ("bicache", 3), ("bicache-dual", 3)])
+def test_so_does_a_shifted_model(name, every):
+    for job, found in zip(JOBS, answers(name, every, DREAM), strict=True):
+        np.testing.assert_array_equal(found.tokens, slow(name, every, job, DREAM))
+
+
+def test_so_do_prefixes_that_were_built_before_masks():
+    for job, found in zip(JOBS, answers("bicache", 3, LLADA, "canvas"), strict=True):
+        masks = 1 << (len(job.request.tokens) - job.prefix - 1).bit_length()
+        np.testing.assert_array_equal(found.tokens, slow("bicache", 3, job, masks=masks))
+
+
+def test_refreshing_all_at_every_step_is_no_reuse():
+    plain = sampler().sample([job.request for job in JOBS])
+    for name, every in (("none", None), ("refresh", 1)):
+        for ours, theirs in zip(answers(name, every), plain, strict=True):
+            np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+            assert ours.steps == theirs.steps
+    # Reuse changes something here, or the tests above would show little.
+    assert any(
+        (a.tokens != b.tokens).any() for a, b in zip(answers("full", None), plain, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("name", "every"), [("bicache", 3), ("bicache-dual", 3)])
+def test_answers_do_not_depend_on_the_batch_its_order_or_what_is_stored(name, every):
+    together, made = answers(name, every), engine(name, every)
+    backwards = made.answer(JOBS[::-1])[::-1]  # all prefixes are there now
+    for ours, theirs in zip(backwards, together, strict=True):
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+    made.store.purge()
+    (alone,) = made.answer(JOBS[1:2])  # built anew
+    np.testing.assert_array_equal(alone.tokens, together[1].tokens)
+    made.check_books()
+
+
+def test_rows_may_join_and_leave_between_calls():
+    made, expected = engine("bicache", 3), answers("bicache", 3)
+    first = made.admit(JOBS[0])
+    made.run([first])
+    second = made.admit(JOBS[1])
+    waiting = [first, second]
+    while waiting:
+        made.run(waiting)
+        for slot in [s for s in waiting if s.done]:
+            waiting.remove(slot)
+            number = JOBS.index(slot.job)
+            np.testing.assert_array_equal(made.result(slot).tokens, expected[number].tokens)
+            made.leave(slot)
+    made.check_books()
+    assert made.kv.taken == made.store.kv_pages
+
+
+def test_requests_of_one_prefix_share_its_pages():
+    made = engine("bicache", 3)
+    ids = np.random.default_rng(9).integers(0, 30, 48).tolist()
+    jobs = [Job(prompt([*ids, i, 2], 10, MASK), (48,)) for i in range(3)]
+    before = made.store.counts.builds
+    slots = [made.admit(job) for job in jobs]
+    assert made.store.counts.builds == before + 1
+    depth = slots[0].depth
+    assert depth == DEPTHS.at(0.8)
+    for slot in slots[1:]:
+        np.testing.assert_array_equal(slot.table[:depth], slots[0].table[:depth])
+        assert not set(slot.table[depth:].flat) & set(slots[0].table[depth:].flat)
+    for slot in slots:
+        made.leave(slot)
+
+
+def test_an_exact_request_reuses_nothing():
+    made = engine("bicache", 3)
+    builds = made.store.counts.builds
+    jobs = [replace(JOBS[1], exact=True), JOBS[0]]
+    exact, other = made.answer(jobs)
+    assert made.store.counts.builds <= builds + 1
+    plain = sampler().sample([JOBS[1].request])[0]
+    np.testing.assert_array_equal(exact.tokens, plain.tokens)
+    np.testing.assert_array_equal(other.tokens, answers("bicache", 3)[0].tokens)
+
+
+def test_work_is_what_the_definitions_say():
+    made = Engine(sampler(), get_policy("bicache", 3), SIZES, DEPTHS)
+    job = Job(request(5, 48, 16, block=0), (40,))  # a share of 0.625: 2 of 4 layers
+    made.answer([job])
+    steps, refreshes = 16, 6
+    assert made.work == {"suffix": steps * 24 * 4, "prefix": refreshes * 40 * 2}
+
+
+def test_memory_that_is_too_small_is_refused_and_nothing_leaks():
+    made = Engine(sampler(), get_policy("bicache", 3), Sizes(60_000, 1e6, page=PAGE), DEPTHS)
+    slots, jobs = [], iter(Job(request(i, 40, 8), (33,)) for i in range(99))
+
+    def fill():
+        while True:
+            slots.append(made.admit(next(jobs)))
+
+    with pytest.raises(NoPagesError, match=r"wanted, \d+ and \d+ are free, .* raise the pool"):
+        fill()
+    assert slots
+    made.check_books()
+    for slot in slots:
+        made.leave(slot)
+    assert made.kv.taken == made.store.kv_pages
+    # Now that they are gone, others fit: idle entries make room.
+    assert len(made.answer([next(jobs)])) == 1
+    assert made.store.counts.evictions
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (Job(request(0, 10, 4), (11,)), "segments .* are 11 tokens, and the prefix may have 10"),
+        (Job(request(0, 10, 4), (5, 0)), "at least 1 token each"),
+        (Job(request(0, 10, 4, guidance=1.0), (5,)), "the masked prompt shares nothing"),
+        (Job(Request([1, 2, 3])), "no token is the mask"),
+    ],
+)
+def test_jobs_that_mean_nothing_are_refused(job, message):
+    with pytest.raises(ConfigError, match=message):
+        engine("bicache", 3).admit(job)
+    engine("bicache", 3).check_books()
+
+
+def test_a_shifted_models_prefix_leaves_the_row_that_predicts():
+    with pytest.raises(ConfigError, match=r"may have 9: .* its last token predicts that"):
+        engine("bicache", 3, DREAM).admit(Job(request(0, 10, 4), (10,)))
+
+
+def test_policies_and_tables_that_mean_nothing_are_refused():
+    with pytest.raises(ConfigError, match="did you mean 'bicache'"):
+        get_policy("bicahce")
+    with pytest.raises(ConfigError, match="'full' has no refresh interval"):
+        get_policy("full", 4)
+    with pytest.raises(ConfigError, match="refreshes every 0 steps; use 1 or more"):
+        get_policy("bicache", 0)
+    with pytest.raises(ConfigError, match="nothing says how deep"):
+        Engine(sampler(), get_policy("bicache"), SIZES)
+    with pytest.raises(ConfigError, match="depths must not fall"):
+        Depths(((0.0, 2), (0.5, 1)))
+    assert [DEPTHS.at(r) for r in (0.0, 0.49, 0.5, 0.8)] == [1, 1, 2, 3]
+    assert Depths(((0.5, 2),)).at(0.4) == 0

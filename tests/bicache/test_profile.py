@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles of depth say what reuse does, and tables keep to them."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from geojax.bicache.depth import Depths
+from geojax.bicache.profile import Effect, ShareProfile, by_cosine, by_output, profile_share
+from geojax.bicache.table import read_depths
+from geojax.config import ConfigError
+from geojax.models.config import TransformerConfig
+from geojax.models.transformer import Transformer, init_params, make_apply
+
+MASK, VOCAB = 31, 32
+MODEL = TransformerConfig(
+    vocab_size=VOCAB, dim=32, layers=3, heads=4, kv_heads=2, mlp_dim=48, bidirectional=True
+)
+
+
+@pytest.fixture(scope="module")
+def params():
+    tree = init_params(MODEL, 1)
+    return jax.tree.map(lambda x: x * 2 if x.ndim > 2 else x, tree)
+
+
+@pytest.fixture(scope="module")
+def sequences():
+    return np.random.default_rng(0).integers(0, 30, (12, 24)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def profile(params, sequences):
+    return profile_share(
+        Transformer(MODEL), params, sequences, 12, MASK, masked=(0.5, 1.0), batch=5
+    )
+
+
+def test_nothing_moves_before_the_first_attention(profile):
+    """Layer 0's keys and values are of embeddings alone, so reuse of them is exact."""
+    assert profile.key_cosine[0] == pytest.approx(1, abs=1e-5)
+    assert profile.value_cosine[0] == pytest.approx(1, abs=1e-5)
+    assert max(profile.key_cosine[1:]) < 0.999
+    assert profile.effects[0].kl == pytest.approx(0, abs=1e-6)
+    assert profile.effects[0].agreement == 1
+    # Sharing layer 0 means that its rows of the prefix do not see the rest.
+    assert profile.effects[1].kl > 1e-4
+    assert len(profile.effects) == MODEL.layers + 1
+    assert profile.share == 0.5
+
+
+def test_the_effect_is_that_of_passes_in_which_the_prefix_does_not_see_the_rest(params, sequences):
+    """At full depth, the prefix's rows are those of the prefix alone: its own logits are too."""
+    tokens = sequences[:2].copy()
+    tokens[:, 12:] = MASK
+    apply = make_apply(MODEL)
+    places = np.broadcast_to(np.arange(24), tokens.shape)
+    whole = jax.nn.log_softmax(apply(params, tokens, places))[:, 12:]
+    found = profile_share(Transformer(MODEL), params, sequences[:2], 12, MASK, masked=(1.0,))
+    assert found.effects[0].kl == pytest.approx(0, abs=1e-6)
+    assert 0 < found.effects[-1].kl < float(-whole.min())
+
+
+def test_a_canvas_behind_the_prefix_brings_its_keys_nearer(params, sequences):
+    plain, canvas = (
+        profile_share(Transformer(MODEL), params, sequences, 12, MASK, masked=(1.0,), canvas=canvas)
+        for canvas in (False, True)
+    )
+    # Everything after the prefix is masked here, so that a canvas is what it will see.
+    assert canvas.effects[-1].kl == pytest.approx(0, abs=1e-6)
+    assert min(canvas.key_cosine) == pytest.approx(1, abs=1e-5)
+    assert plain.effects[-1].kl > 1e-3
+
+
+def made(share, cosines, kls):
+    effects = tuple(Effect(kl, kl, 1.0) for kl in kls)
+    return ShareProfile(share, cosines, (1.0,) * len(cosines), effects, (1.0,) * len(kls))
+
+
+def test_a_table_is_the_deepest_that_is_safe_everywhere_below_it():
+    profiles = [
+        made(0.9, (1.0, 0.98, 0.99), (0, 1e-3, 1e-2, 1e-2)),
+        made(0.5, (1.0, 0.98, 0.9), (0, 1e-3, 0.5, 1e-3)),
+    ]
+    assert by_cosine(profiles).steps == ((0.5, 2), (0.9, 3))
+    # What is good again below a bad layer does not count.
+    assert by_output(profiles, 0.05).steps == ((0.5, 1), (0.9, 3))
+    assert by_output(profiles, 1e-4).steps == ((0.5, 0), (0.9, 0))
+
+
+def test_a_smaller_share_gets_no_more_than_a_larger_one():
+    profiles = [
+        made(0.5, (1.0, 0.99, 0.99), (0, 0, 0, 0)),
+        made(0.7, (1.0, 0.99, 0.9), (0, 0, 1, 1)),
+        made(0.9, (1.0, 0.99, 0.99), (0, 0, 0, 0)),
+    ]
+    assert by_cosine(profiles).steps == ((0.5, 2), (0.7, 2), (0.9, 3))
+    assert by_output(profiles, 0.1).steps == ((0.5, 1), (0.7, 1), (0.9, 3))
+
+
+def test_a_prefix_that_leaves_nothing_is_refused(params, sequences):
+    with pytest.raises(ConfigError, match=r"a prefix of 24 of 24 tokens, .* use longer"):
+        profile_share(Transformer(MODEL), params, sequences, 24, MASK)
+
+
+def test_a_table_of_other_weights_or_another_builder_is_refused(tmp_path):
+    path = tmp_path / "depths.json"
+    path.write_text(
+        json.dumps({"revision": "abc", "builder": "prefix", "steps": [[0.5, 1], [0.9, 4]]})
+    )
+    assert read_depths(path, "abc", "prefix") == Depths(((0.5, 1), (0.9, 4)))
+    with pytest.raises(ConfigError, match=r"is of weights abc .* make one of these"):
+        read_depths(path, "abd", "prefix")
+    with pytest.raises(ConfigError, match="builder 'prefix', not of abc and 'canvas'"):
+        read_depths(path, "abc", "canvas")
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="is no table of depths"):
+        read_depths(path, "abc", "prefix")

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store's books: who shares, who is evicted, and that no page is lost or owned twice."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from geojax.bicache.pages import NoPagesError, Pages
+from geojax.bicache.store import Store
+from geojax.config import ConfigError
+
+PAGE, DEPTH, DEPTHS = 4, 2, 1
+
+
+def make(kv=41, hidden=21, quota=None):
+    return Store(Pages(kv), Pages(hidden), PAGE, DEPTH, DEPTHS, "model 1", quota)
+
+
+def nothing(entry):
+    pass
+
+
+def hold(store, *segments, salt="", builder="prefix", build=nothing):
+    return store.acquire(segments, salt, builder, build)
+
+
+def use(store, *segments, **kwargs):
+    store.release(hold(store, *segments, **kwargs))
+
+
+def test_the_same_prefix_of_one_salt_is_built_once():
+    store, built = make(), []
+    for _ in range(3):
+        use(store, [1, 2, 3], build=built.append)
+    assert (len(built), len(store), store.counts.hits) == (1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"salt": "b"},
+        {"builder": "canvas 64"},
+    ],
+)
+def test_another_salt_or_builder_never_hits(other):
+    store = make()
+    use(store, [1, 2, 3])
+    use(store, [1, 2, 3], **other)
+    assert (store.counts.hits, store.counts.builds) == (0, 2)
+
+
+def test_another_model_never_hits():
+    keys = {
+        Store(Pages(9), Pages(9), PAGE, DEPTH, DEPTHS, revision).keys([[1, 2]], "", "prefix")[0]
+        for revision in ("a", "b")
+    }
+    assert len(keys) == 2
+
+
+def test_where_segments_end_is_part_of_what_they_are():
+    store = make()
+    use(store, [1, 2], [3])
+    use(store, [1, 2, 3])
+    use(store, [1], [2, 3])
+    assert store.counts.hits == 0
+    use(store, [1, 2], [4])  # the first segment is shared
+    assert store.counts.hits == 1
+    assert store.counts.built_rows == 3 + 3 + 3 + 1
+
+
+def test_the_longest_stored_prefix_is_found_at_the_borders_given():
+    store = make()
+    use(store, [1, 2], [3, 4, 5])
+    use(store, [1, 2], [3])
+    prompt = [1, 2, 3, 4, 5, 6]
+    assert store.longest(prompt, "", "prefix") == [2, 5]
+    assert store.longest(prompt, "", "prefix", ends=[2, 3]) == [2, 3]
+    assert store.longest(prompt[:4], "", "prefix") == [2, 3]
+    assert store.longest([9, 2, 3], "", "prefix") == []
+    assert store.longest(prompt, "b", "prefix") == []
+    assert store.longest(prompt, "", "canvas 64") == []
+
+
+def test_the_oldest_that_nobody_uses_is_evicted():
+    store = make(kv=1 + 3 * DEPTH)
+    for i in range(3):
+        use(store, [i])
+    use(store, [0])
+    use(store, [7])
+    keys = {entry.tokens[0] for entry in store._entries.values()}
+    assert keys == {0, 2, 7}
+
+
+def test_what_is_in_use_or_pinned_or_has_children_stays():
+    store = make(kv=1 + 4 * DEPTH)
+    held = hold(store, [1])
+    use(store, [2], [3])
+    pinned = hold(store, [4])
+    store.pin(pinned)
+    store.release(pinned)
+    use(store, [5])  # only [3], a leaf, could go
+    assert {int(e.tokens[0]) for e in store._entries.values()} == {1, 2, 4, 5}
+    assert store.purge() == 3  # a pin is against others' wants, not against a purge
+    store.release(held)
+    assert store.purge() == 1
+    assert store.kv_pages == 0
+
+
+def test_a_store_of_entries_in_use_says_so():
+    store = make(kv=1 + DEPTH)
+    held = hold(store, [1])
+    with pytest.raises(NoPagesError, match=r"2 key/value .* 0 and \d+ are free"):
+        hold(store, [2])
+    store.release(held)
+    use(store, [2])
+    assert len(store) == 1
+
+
+def test_one_tenant_cannot_evict_anothers_beyond_its_quota():
+    store = make(kv=1 + 6 * DEPTH, quota=3 * DEPTH)
+    for i in range(3):
+        use(store, [i], salt="a")
+    for i in range(9):
+        use(store, [i], salt="b")
+    held = [e.salt for e in store._entries.values()]
+    assert sorted(held) == ["a"] * 3 + ["b"] * 3
+    with pytest.raises(ConfigError, match=r"17 tokens takes 10 pages, more than the quota of 6"):
+        use(store, range(17), salt="b")
+    kept = [hold(store, [i], salt="b") for i in (6, 7, 8)]
+    with pytest.raises(NoPagesError, match="salt 'b' holds 6 pages, all in use"):
+        use(store, [9], salt="b")
+    for chain in kept:
+        store.release(chain)
+    assert store.purge("a") == 3
+    assert {e.salt for e in store._entries.values()} == {"b"}
+
+
+def test_a_build_that_fails_leaves_nothing_and_the_next_one_builds():
+    store = make()
+
+    def fail(entry):
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        hold(store, [1], [2], build=lambda e: fail(e) if e.parent else None)
+    assert len(store) == 1
+    assert all(not e.users for e in store._entries.values())
+    use(store, [1], [2])
+    assert len(store) == 2
+
+
+def test_many_that_want_a_prefix_at_once_build_it_once():
+    store, began, go, built = make(), threading.Event(), threading.Event(), []
+
+    def build(entry):
+        built.append(entry)
+        began.set()
+        assert go.wait(30)
+
+    chains = []
+    threads = [
+        threading.Thread(target=lambda: chains.append(hold(store, [1, 2], build=build)))
+        for _ in range(5)
+    ]
+    threads[0].start()
+    assert began.wait(30)
+    for thread in threads[1:]:
+        thread.start()
+    while store.counts.waits < 4:
+        threading.Event().wait(0.01)
+    go.set()
+    for thread in threads:
+        thread.join(30)
+    assert (len(built), len(chains), store.counts.builds) == (1, 5, 1)
+    assert chains[0][0].users == 5
+
+
+class Books(RuleBasedStateMachine):
+    """Any order of holding, releasing, pinning and purging keeps the books straight."""
+
+    def __init__(self):
+        super().__init__()
+        self.kv, self.hidden = Pages(23), Pages(12)
+        self.store = Store(self.kv, self.hidden, PAGE, DEPTH, DEPTHS, "", quota_pages=14)
+        self.held, self.contents = [], {}
+
+    def build(self, entry):
+        # What a build writes; a stale hit would read another's.
+        for page in entry.kv.flat:
+            self.contents[int(page)] = entry.key
+
+    @rule(
+        segments=st.lists(
+            st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=3
+        ),
+        salt=st.sampled_from(["", "b"]),
+    )
+    def hold(self, segments, salt):
+        try:
+            chain = self.store.acquire(segments, salt, "prefix", self.build)
+        except NoPagesError:
+            pinned = any(entry.pinned for entry in self.store._entries.values())
+            assert self.held or pinned, "nobody holds anything, and there is no room"
+            return
+        assert [entry.tokens.tolist() for entry in chain] == segments
+        assert {entry.salt for entry in chain} == {salt}
+        self.held.append(chain)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data):
+        self.store.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), pinned=st.booleans())
+    def pin(self, data, pinned):
+        self.store.pin(self.held[data.draw(st.integers(0, len(self.held) - 1))], pinned)
+
+    @rule(salt=st.sampled_from([None, "", "b"]))
+    def purge(self, salt):
+        self.store.purge(salt)
+
+    @invariant()
+    def pages_add_up(self):
+        entries = list(self.store._entries.values())
+        for books, pages in (
+            (self.kv, [e.kv for e in entries]),
+            (self.hidden, [e.hidden for e in entries]),
+        ):
+            flat = [int(p) for array in pages for p in array.flat]
+            assert len(flat) == len(set(flat)) == books.taken
+            assert books.free + books.taken == books.count - 1
+            assert 0 not in flat
+
+    @invariant()
+    def what_is_held_is_there_and_its_own(self):
+        for chain in self.held:
+            for entry in chain:
+                assert self.store._entries[entry.key] is entry
+                assert all(self.contents[int(p)] == entry.key for p in entry.kv.flat)
+        users = sum(e.users for e in self.store._entries.values())
+        assert users == sum(map(len, self.held))
+
+    @invariant()
+    def tenants_keep_to_their_quota(self):
+        for salt in ("", "b"):
+            held = sum(e.kv.size for e in self.store._entries.values() if e.salt == salt)
+            assert held <= 14
+
+
+Books.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestBooks = Books.TestCase
+
+
+def test_pages_are_given_back_once():
+    pages = Pages(5)
+    ids = pages.take(3)
+    assert 0 not in ids
+    pages.give(ids)
+    with pytest.raises(AssertionError, match="nobody had it"):
+        pages.give(ids[:1])
+    with pytest.raises(NoPagesError, match="5 pages are wanted and 4 are free"):
+        pages.take(5)
+    assert np.unique(pages.take(4)).size == 4
