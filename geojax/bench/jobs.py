@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several runs as processes of their own, a core each, resumable.
+"""Several runs, resumable: as processes of their own, a core each, or here, one after another.
 
 Invariant: a run folder is the whole state of a job. Finished ones are kept, unfinished ones go on,
 whatever ended the command before; a folder that holds another config is never touched.
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 from rich.console import Console
 
 from geojax import runs
@@ -26,6 +27,7 @@ from geojax.track.metrics import read_records
 
 _POLL_SECONDS = 0.2
 _SAY_SECONDS = 15.0
+_ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 
 
 class _Job(NamedTuple):
@@ -70,6 +72,36 @@ def run_all(configs: Mapping[Path, RunConfig], jobs: int, console: Console) -> N
                 console.print("  " + ", ".join(_progress(job) for job in running))
 
 
+def run_here(configs: Mapping[Path, RunConfig], console: Console) -> None:
+    """Train every config in its folder, one after another in this process, on one core.
+
+    What starting takes, importing and the like, is paid once; of short runs that is the most of it.
+    The same bits as a process of its own, where JAX had not started before the first call.
+    ConfigError where a folder holds another run; KeyboardInterrupt, with the run saved, where it is
+    told to stop.
+    """
+    for folder, config in configs.items():
+        _claim(folder, config)
+        if _finished(folder):
+            continue
+        stay_on_one_core()
+        began = time.monotonic()
+        with (folder / "log.txt").open("a") as log:
+            finished = runs.resume(folder, Console(file=log, width=100, highlight=False))
+        if not finished:
+            raise KeyboardInterrupt
+        jax.clear_caches()  # nothing of a run serves the next, and compiled programs are large
+        console.print(f"{folder}: done in {format_seconds(time.monotonic() - began)}")
+
+
+def stay_on_one_core() -> None:
+    """What JAX computes depends on the number of its threads, to the last bit."""
+    if _ONE_THREAD not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_ONE_THREAD}".strip()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {usable_cores()[0]})
+
+
 def _claim(folder: Path, config: RunConfig) -> None:
     path = folder / "config.json"
     if not path.exists():
@@ -87,8 +119,7 @@ def _finished(folder: Path) -> bool:
 
 
 def _launch(folder: Path, total_tokens: int, core: int) -> _Job:
-    flags = "--xla_cpu_multi_thread_eigen=false"
-    env = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
+    env = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {_ONE_THREAD}".strip()}
     command = [sys.executable, "-m", "geojax", "train", "--resume", str(folder)]
     with (folder / "log.txt").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=env)

@@ -93,6 +93,9 @@ class ConaConfig:
     """The ladder: sequences a step that may be chosen."""
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
     """Sequences that one copy of the model computes at once."""
+    layouts: Literal["all", "dp"] = "all"
+    """dp: data parallelism alone, the batch being all that is chosen (as in Pollux, Qiao et al.
+    2021)."""
     start: str = ""
     """The first strategy; empty: the best where noise is as small as the smallest batch."""
     dwell_rounds: int = 2

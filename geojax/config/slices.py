@@ -22,7 +22,7 @@ def check_sliced_cona(run: "RunConfig", cona: ConaConfig) -> None:
         ("balance.batch_sizes", run.balance.batch_sizes, BalanceConfig.batch_sizes),
         ("train.micro_batch", run.train.micro_batch, None),
     ]
-    for name in ("start", "timing_error", "trial_share"):
+    for name in ("layouts", "start", "timing_error", "trial_share"):
         settings.append((f"cona.{name}", getattr(cona, name), getattr(ConaConfig, name)))
     for s in run.slices:
         for name in ("tp", "pp", "remat", "sharding"):

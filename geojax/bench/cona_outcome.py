@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the runs of one model and one seed came to, from their folders.
+
+Invariant: only what has ended is looked at, and what is missing is named; CONA's own run sets the
+targets, as the loss that it has at fixed shares of its time, so every time is one over CONA's.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from geojax.bench.cona_curves import (
+    Curve,
+    best_fixed,
+    curve_of,
+    fixed_curve,
+    from_evals,
+    hindsight,
+    noise_curve,
+    over_oracle,
+    seconds_to,
+    targets,
+)
+from geojax.bench.cona_methods import Setting, predicted_legs
+from geojax.config import CheckpointConfig
+from geojax.track.metrics import Record, read_records
+from geojax.track.summary import Run, check_accounting, load_run
+
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+"""Of CONA's time, at which targets are."""
+EARLY = 0.05
+"""Share of the run that neither oracle nor switches are counted in."""
+_RUNS = {"warm-up by hand": "warm-up", "goodput, dp alone": "goodput-dp", "predicted": "predicted"}
+SAME = 0.03
+"""Share of the tokens by which two chains may come to a batch apart, and still agree."""
+_STAY_ROUNDS = 2  # a strategy that goes earlier was on trial
+
+
+class Reached(NamedTuple):
+    """How long a method takes to a target, over CONA's time to it."""
+
+    ratio: float
+    reached: bool
+    """False: it ended before, and `ratio` is of its whole run."""
+
+
+Interval = tuple[float | None, float, float | None]
+"""Noise in sequences: value, low, high."""
+
+
+class Change(NamedTuple):
+    """A batch of the chain that was taken or predicted."""
+
+    batch: int
+    crossing: float
+    """Noise from which on it is the best."""
+    predicted: float | None
+    """Share of the tokens at which the predicted chain comes to it; None: never."""
+    taken: float | None
+    noise: Interval | None
+    """As CONA knew it when it came to it."""
+    noise_then: Interval | None
+    """As CONA knew it where the predicted chain comes to it."""
+    why: str
+    """As recorded by the run."""
+    differs: str
+    """How the two chains differ, and what made them; empty: by less than SAME."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one model and one seed."""
+
+    model: str
+    seed: int
+    cona: Run
+    curves: dict[str, Curve]
+    """By method; of fixed strategies, those that baselines choose."""
+    fixed: dict[int, Curve]
+    """By batch, the fastest strategy of each."""
+    ratios: dict[str, list[Reached]]
+    """By method, at each of SHARES."""
+    over: list[float] | None
+    """Perplexity over the oracle's, less 1, at each evaluation; None: no oracle yet."""
+    switches: int
+    """After EARLY of the tokens, to strategies that stayed."""
+    trials: int
+    """Strategies that did not stay, over the whole run."""
+    switch_share: float
+    """Of the run's time."""
+    changes: list[Change]
+    missing: list[str]
+    """Parts that have not ended."""
+
+
+def outcome(base: Setting, folder: Path, seed: int) -> Outcome | None:
+    """None while CONA's own run has not ended."""
+    cona = _ended(folder / "cona")
+    if cona is None:
+        return None
+    missing: list[str] = []
+    fixed: dict[int, Curve] = {}
+    runs: dict[int, Run] = {}
+    for option in base.options:
+        run = _ended(folder / f"gb{option.batch}")
+        if run is None:
+            missing.append(f"gb{option.batch}")
+        else:
+            runs[option.batch] = run
+            fixed[option.batch] = fixed_curve(run, option, base.config.data.seq_len)
+    curves = {"CONA": curve_of(cona, "CONA")}
+    goals = targets(curves["CONA"], SHARES)
+    best = None
+    if not missing:
+        quick = min(base.options, key=lambda o: o.seconds)
+        wide = max(base.options, key=lambda o: o.batch / o.seconds)
+        best = hindsight(list(fixed.values()), goals[-1])
+        curves["shortest iteration"] = fixed[quick.batch]
+        curves["highest throughput"] = fixed[wide.batch]
+        curves["best fixed in hindsight"] = best
+    for method, name in _RUNS.items():
+        run = _ended(folder / name)
+        if run is None:
+            missing.append(name)
+        else:
+            curves[method] = curve_of(run, method)
+    greedy = greedy_evals(folder / "greedy")
+    if greedy is None:
+        missing.append("greedy")
+    else:
+        curves["greedy oracle"] = from_evals("greedy oracle", greedy)
+    ratios = {name: _ratios(curve, curves["CONA"], goals) for name, curve in curves.items()}
+    if best:
+        firsts = [best_fixed(list(fixed.values()), goal) for goal in goals]
+        ratios["best fixed, each target"] = [
+            _ratios(first or best, curves["CONA"], [goal])[0]
+            for first, goal in zip(firsts, goals, strict=True)
+        ]
+    oracle = [curves[n] for n in ("greedy oracle", "predicted") if n in curves]
+    over = None
+    if best and len(oracle) == 2:
+        over = over_oracle(curves["CONA"], [*oracle, *fixed.values()], EARLY)
+    stays, trials = _stays(cona)
+    early = EARLY * cona.rounds[-1]["tokens"]
+    batch = next((b for b, c in fixed.items() if c is best), None)
+    legs = predicted_legs(base, noise_curve(runs[batch])) if batch else []
+    whole = base.total_samples
+    planned: dict[int, float] = {}
+    for leg in legs:
+        planned.setdefault(leg.option.batch, leg.begin_sample / whole)
+    return Outcome(
+        base.name,
+        seed,
+        cona,
+        curves,
+        fixed,
+        ratios,
+        over,
+        sum(stay[0]["tokens"] > early for stay in stays[1:]),
+        trials,
+        sum(r["switch_seconds"] for r in (*cona.switches, *cona.refused)) / cona.seconds,
+        _changes(base, cona, stays, planned),
+        missing,
+    )
+
+
+def greedy_evals(folder: Path) -> list[dict[str, Any]] | None:
+    """Evaluations of the greedy oracle, once it has ended."""
+    if not (folder / "checkpoints").is_dir():
+        return None
+    from geojax.train.checkpoint import Checkpoints
+
+    with Checkpoints(folder / "checkpoints", CheckpointConfig()) as checkpoints:
+        place = {} if checkpoints.empty else checkpoints.meta()["place"]
+    return place["evals"] if place.get("ended") else None
+
+
+def _ended(folder: Path) -> Run | None:
+    path = folder / "metrics.jsonl"
+    if not path.exists() or not any(r["kind"] == "end" for r in read_records(path)):
+        return None
+    run = load_run(folder)
+    check_accounting(run)
+    return run
+
+
+def _ratios(curve: Curve, cona: Curve, goals: Sequence[float]) -> list[Reached]:
+    found = []
+    for goal in goals:
+        own, seconds = seconds_to(cona, goal), seconds_to(curve, goal)
+        assert own, "targets are losses that CONA had, after its start"
+        found.append(
+            Reached((curve.end if seconds is None else seconds) / own, seconds is not None)
+        )
+    return found
+
+
+def _stays(run: Run) -> tuple[list[list[Record]], int]:
+    """Rounds of each strategy that stayed, a return from a trial being the same stay; and the
+    number of trials that did not."""
+    groups = [list(rounds) for _, rounds in groupby(run.rounds, key=lambda r: r["strategy"])]
+    stays: list[list[Record]] = []
+    for rounds in groups:
+        if len(rounds) < _STAY_ROUNDS:
+            continue
+        if stays and stays[-1][-1]["strategy"] == rounds[0]["strategy"]:
+            stays[-1] += rounds
+        else:
+            stays.append(rounds)
+    return stays, sum(len(rounds) < _STAY_ROUNDS for rounds in groups)
+
+
+def _changes(
+    base: Setting, run: Run, stays: Sequence[Sequence[Record]], planned: dict[int, float]
+) -> list[Change]:
+    """Batches of either chain, by batch."""
+    reasons = {r["round"]: r["why"] for r in run.switches}
+    batches = {record["round"]: record["batch"] for record in run.slices}
+    shares = {r["round"]: r["samples"] / base.total_samples for r in run.rounds}
+    noises = {r["round"]: _interval(r["noise"]) for r in run.rounds}
+    taken: dict[int, int] = {}  # the round before a batch is first in force
+    for stay in stays:
+        taken.setdefault(batches[stay[0]["round"]], stay[0]["round"] - 1)
+    crossings = {option.batch: scale for scale, option in base.line}
+    found = []
+    for batch in sorted({*taken, *planned}):
+        scale, before = crossings.get(batch, math.inf), taken.get(batch)
+        share = None if before is None else shares.get(before, 0.0)
+        due = planned.get(batch)
+        then = None
+        if due is not None:
+            then = next((noises[n] for n, at in shares.items() if at >= due), None)
+        now = None if before is None else noises.get(before)
+        why = "" if before is None else reasons.get(before, "")
+        differs = _differs(scale, due, share, then)
+        found.append(Change(batch, scale, due, share, now, then, why, differs))
+    return found
+
+
+def _differs(
+    crossing: float, predicted: float | None, taken: float | None, then: Interval | None
+) -> str:
+    if taken is None:
+        sure = then is not None and then[1] >= crossing
+        return "not taken: " + ("too small a gain" if sure else "CONA was not sure of the noise")
+    if predicted is None:
+        if math.isinf(crossing):
+            return "not predicted: never the best of all, and better than what was before it"
+        return "not predicted: the best fixed run's noise skips it, or never comes so far"
+    if abs(taken - predicted) <= SAME:
+        return ""
+    if taken < predicted:
+        return "earlier: CONA's run measured more noise there than the best fixed one"
+    if then is None:
+        return "later: CONA did not know the noise yet"
+    if then[1] < crossing:
+        return "later: the lower end of the noise that CONA knew was still below"
+    return "later: the gain was below the margin, or the strategy before had to stay"
+
+
+def _interval(noise: Record | None) -> Interval | None:
+    return (noise["value"], noise["low"], noise["high"]) if noise else None
