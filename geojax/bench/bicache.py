@@ -24,7 +24,7 @@ from geojax.bicache.depth import Depths
 from geojax.bicache.engine import Engine, Job, Sizes
 from geojax.bicache.policy import get_policy
 from geojax.bicache.store import Builder
-from geojax.bicache.table import read_depths
+from geojax.bicache.table import read_table
 from geojax.config import require
 from geojax.data import tasks
 from geojax.diffusion.load import Model, load
@@ -102,7 +102,7 @@ def run_bicache(options: Options) -> list[Result]:
     )
     depths = None
     if options.depths:
-        depths = read_depths(options.depths, model.revision, options.builder)
+        depths, _ = read_table(options.depths, model.revision, options.builder)
     names = [task.name for task in tasks.TASKS]
     wrong = [name for name in options.tasks if name not in names]
     require(not wrong, f"no task is named {wrong[:1]}; use {names}")

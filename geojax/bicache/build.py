@@ -47,7 +47,7 @@ class Build:
         follow them.
         """
         at = jnp.arange(tokens.shape[1])[None]
-        places, kept, there = first + at, at < rows, at < seen
+        places, kept = first + at, at < rows
         inputs = Inputs(places, None, None)
         rotary = self.model.rotary(inputs)
         x = self.model.embed(params, tokens, inputs, self.dtype)
@@ -57,9 +57,8 @@ class Build:
             x, pool = carry
 
             def attend(pool, q, k, v):
-                mixed = attend_paged(
-                    q, pool.k, pool.v, parents[layer], parent_counts, (k, v, there)
-                )
+                own = (k, v, seen[None])
+                mixed = attend_paged(q, pool.k, pool.v, parents[layer], parent_counts, own)
                 return mixed, write_kv(pool, kv[layer], zero, k, v, kept)
 
             return run_layer(self.model, params, layer, x, places, rotary, pool, attend)

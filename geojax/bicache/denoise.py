@@ -50,6 +50,10 @@ class Rows(NamedTuple):
     """As in Policy."""
     since: Int[Any, " b"]
     """Steps since the last refresh; 0: the next step is one."""
+    probes: Int[Any, "b n"]
+    """Positions of the prefix that are looked at in a refresh; n is 0 where nobody looks."""
+    probe_slots: Int[Any, "b n"]
+    """Where they lie among all rows of the prefix's pages."""
 
 
 class Work(NamedTuple):
@@ -57,6 +61,7 @@ class Work(NamedTuple):
 
     suffix: Float[Array, ""]
     prefix: Float[Array, ""]
+    probes: Float[Array, ""]
 
 
 class Carry(NamedTuple):
@@ -64,6 +69,8 @@ class Carry(NamedTuple):
     canvas: Canvas
     since: Int[Array, " b"]
     work: Work
+    drift: Float[Array, " b"]
+    """The largest that was seen; see `drift_of`."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,8 @@ class Denoiser:
             return i + 1, self._step(params, state, now, rules, forbidden, end_ids)
 
         zero = jnp.zeros((), jnp.float32)
-        begin = Carry(pool, canvas, rows.since, Work(zero, zero))
+        drift = jnp.zeros(len(rows.since), jnp.float32)
+        begin = Carry(pool, canvas, rows.since, Work(zero, zero, zero), drift)
         return lax.while_loop(wanted, one, (0, begin))[1]
 
     def _step(self, params, state: Carry, rows: Rows, rules, forbidden, end_ids) -> Carry:
@@ -110,9 +118,11 @@ class Denoiser:
         seen = window(canvas, rules, self.mask_id, self.window_rows)
         refresh = (rows.since == 0) & ~canvas.done
         if self.reach == "suffix":
-            found, pool, work = self._whole(params, state.pool, rows, canvas, rules, seen, refresh)
+            found, pool, work, drift = self._whole(
+                params, state.pool, rows, canvas, rules, seen, refresh
+            )
         else:
-            found, pool, work = lax.cond(
+            found, pool, work, drift = lax.cond(
                 jnp.any(refresh),
                 lambda pool: self._whole(params, pool, rows, canvas, rules, seen, refresh),
                 lambda pool: self._part(params, pool, rows, canvas, rules, seen),
@@ -123,13 +133,21 @@ class Denoiser:
         due = (rows.every > 0) & (rows.since + 1 >= rows.every)
         since = jnp.where(due | (new.block != canvas.block), 0, rows.since + 1)
         since = jnp.where(canvas.done, rows.since, since)
-        return Carry(pool, new, since, Work(*map(jnp.add, state.work, work)))
+        work = Work(*map(jnp.add, state.work, work))
+        return Carry(pool, new, since, work, jnp.maximum(state.drift, drift))
 
     def _whole(self, params, pool: Pool, rows: Rows, canvas, rules, seen, refresh):
-        """All rows of the suffix, and of the prefix in layers from the least depth on."""
+        """All rows of the suffix, and of the prefix in layers from the least depth on.
+
+        Probes are rows of the prefix that run with the suffix through the shallow layers, and that
+        no row sees: what the prefix's rows would be, saw they the suffix.
+        """
         layers, page = self.model.config.layers, pool.k.shape[1]
         places = rows.prefix[:, None] + jnp.arange(self.suffix_rows)
+        own_rows = jnp.clip(rules.length - rows.prefix, 0, self.suffix_rows)
         real = places < rules.length[:, None]
+        places = jnp.concatenate([places, rows.probes], axis=1)
+        real = jnp.pad(real, ((0, 0), (0, rows.probes.shape[1])))
         x = self._embed(params, tokens_at(canvas.tokens, places), places)
         rotary = self._rotary(places)
         # Of a row that does not refresh, what is kept stays, apart from its window.
@@ -140,7 +158,8 @@ class Denoiser:
 
         def attention(layer, pool, q, k, v):
             if self.reach == "suffix":
-                table, counts, own = rows.table[layer], rows.counts, (k, v, real)
+                table, counts = rows.table[layer], rows.counts
+                own = (k[:, : self.suffix_rows], v[:, : self.suffix_rows], own_rows)
             else:
                 pool = write_kv(pool, rows.suffix[layer], zero, k, v, kept)
                 table, counts, own = *self._both(rows, rules, layer, page), None
@@ -155,22 +174,26 @@ class Denoiser:
         least = jnp.min(jnp.where(refresh & (rows.prefix > 0), rows.depth, layers))
         x, pool = lax.fori_loop(0, least, shallow, (x, pool))
         prefix_rows = rows.counts.shape[1] * page
+        drift = jnp.zeros(len(x), jnp.float32)
         if prefix_rows:
             before, there = row_places(rows.counts, page)
             both = jnp.concatenate([before, places], axis=1)
             rotary_both = self._rotary(both)
 
             def deep(layer, carry):
-                y, x, pool = carry
+                y, x, pool, drift = carry
                 starts = refresh & (rows.depth == layer) & (layer > 0)
-                y = lax.cond(
-                    jnp.any(starts),
-                    lambda y: jnp.where(
-                        starts[:, None, None], gather(pool.hidden, rows.hidden).astype(y.dtype), y
-                    ),
-                    lambda y: y,
-                    y,
-                )
+
+                def start(y):
+                    stored = gather(pool.hidden, rows.hidden).astype(y.dtype)
+                    found = drift
+                    if rows.probes.shape[1]:
+                        kept = jnp.take_along_axis(stored, rows.probe_slots[..., None], axis=1)
+                        seen = drift_of(x[:, self.suffix_rows :], kept)
+                        found = jnp.where(starts, seen, drift)
+                    return jnp.where(starts[:, None, None], stored, y), found
+
+                y, drift = lax.cond(jnp.any(starts), start, lambda y: (y, drift), y)
                 fresh = there & (refresh & (layer >= rows.depth))[:, None]
 
                 def attend(pool, q, k, v):
@@ -181,20 +204,21 @@ class Denoiser:
 
                 joined = jnp.concatenate([y, x], axis=1)
                 joined, pool = self._layer(params, layer, joined, both, rotary_both, pool, attend)
-                return joined[:, :prefix_rows], joined[:, prefix_rows:], pool
+                return joined[:, :prefix_rows], joined[:, prefix_rows:], pool, drift
 
             y = lax.cond(
                 least == 0,
                 lambda: self._embed(params, tokens_at(canvas.tokens, before), before),
                 lambda: jnp.zeros((len(x), prefix_rows, x.shape[-1]), x.dtype),
             )
-            _, x, pool = lax.fori_loop(least, layers, deep, (y, x, pool))
+            _, x, pool, drift = lax.fori_loop(least, layers, deep, (y, x, pool, drift))
         active = ~canvas.done
         work = Work(
             jnp.sum(jnp.where(active, rules.length - rows.prefix, 0)) * layers * 1.0,
             jnp.sum(jnp.where(refresh, rows.prefix * (layers - rows.depth), 0)) * 1.0,
+            jnp.sum(active) * rows.probes.shape[1] * layers * 1.0,
         )
-        return self._predicting(x, seen.positions - rows.prefix[:, None]), pool, work
+        return self._predicting(x, seen.positions - rows.prefix[:, None]), pool, work, drift
 
     def _part(self, params, pool: Pool, rows: Rows, canvas, rules, seen):
         """The window's rows alone; all others are read."""
@@ -236,9 +260,10 @@ class Denoiser:
             return self._layer(params, layer, x, places, rotary, pool, attend)
 
         x, pool = lax.fori_loop(0, layers, one, (x, pool))
-        work = Work(jnp.sum(kept) * layers * 1.0, jnp.zeros((), jnp.float32))
+        zero = jnp.zeros((), jnp.float32)
+        work = Work(jnp.sum(kept) * layers * 1.0, zero, zero)
         found = self._predicting(x, seen.positions - (rows.prefix + start)[:, None])
-        return found, pool, work
+        return found, pool, work, jnp.zeros(len(x), jnp.float32)
 
     def _width(self, block_rows: int) -> int:
         return min(block_rows + self.model.config.shifted, self.suffix_rows)
@@ -271,6 +296,14 @@ class Denoiser:
 
     def _layer(self, params, layer, x, places, rotary, pool: Pool, attention: Callable):
         return run_layer(self.model, params, layer, x, places, rotary, pool, attention)
+
+
+def drift_of(seen: Float[Array, "b n d"], kept: Float[Array, "b n d"]) -> Float[Array, " b"]:
+    """How far rows are from those that were kept: 1 less their cosine, the mean over rows."""
+    wide = [x.astype(jnp.float32) for x in (seen, kept)]
+    dot = jnp.sum(wide[0] * wide[1], axis=-1)
+    size = jnp.linalg.norm(wide[0], axis=-1) * jnp.linalg.norm(wide[1], axis=-1)
+    return jnp.mean(1 - dot / jnp.maximum(size, 1e-30), axis=-1)
 
 
 def run_layer(

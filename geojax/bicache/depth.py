@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How deep a prefix may be shared: from its share of a request to a number of layers.
+"""How deep a prefix may be shared: from its share of a request to a number of layers; and when a
+request stops sharing.
 
 Invariant: a larger share is never shared less deep.
 """
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
@@ -42,3 +44,21 @@ class Depths:
     def distinct(self) -> tuple[int, ...]:
         """Depths above 0, increasing."""
         return tuple(sorted({depth for _, depth in self.steps if depth}))
+
+
+@dataclass(frozen=True)
+class Guard:
+    """When a request stops sharing: where its own rows of the prefix are too far from the store's.
+
+    `rows` rows of the prefix, evenly spaced, run with the suffix in the first step of each refresh,
+    so that they see it. Where their hidden state at the request's depth is farther from the
+    stored one than the bound, that step is taken back, and the request goes on with a prefix of its
+    own, refreshed as policy `refresh` does.
+    """
+
+    bounds: tuple[tuple[int, float], ...]
+    """(depth, drift from which on sharing stops); depths without a bound are not watched."""
+    rows: int = 8
+
+    def bound(self, depth: int) -> float:
+        return dict(self.bounds).get(depth, math.inf)

@@ -7,6 +7,8 @@ Shapes come in buckets, and everything that differs within them is an argument, 
 serve all requests.
 """
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -19,7 +21,7 @@ from jaxtyping import Int32
 
 from geojax.bicache.build import Build
 from geojax.bicache.denoise import Carry, Denoiser, Rows
-from geojax.bicache.depth import Depths
+from geojax.bicache.depth import Depths, Guard
 from geojax.bicache.pages import (
     PAGE,
     Pages,
@@ -115,6 +117,7 @@ class Engine:
         depths: Depths | None = None,
         builder: Builder = "prefix",
         revision: str = "",
+        guard: Guard | None = None,
     ):
         """`depths`: how deep a prefix is shared, by its share of the request; policies that share
         need it. ConfigError where it is missing, or memory is too small for a single page."""
@@ -144,7 +147,10 @@ class Engine:
             None if sizes.quota_bytes is None else int(sizes.quota_bytes // kv_page),
         )
         self._shared, self._kept = shared, kept
-        self.work = {"suffix": 0.0, "prefix": 0.0}
+        self.guard = guard
+        self.retreats = 0
+        """Requests that stopped sharing, as the guard saw them drift."""
+        self.work = {"suffix": 0.0, "prefix": 0.0, "probes": 0.0}
         """Row-layers computed so far, builds apart (`store.counts.built_rows`)."""
         self._used: set[Any] = set()
 
@@ -214,21 +220,64 @@ class Engine:
         slot.own, slot.chain = np.zeros(0, np.int32), []
 
     def run(self, slots: Sequence[Slot], steps: int | None = None) -> None:
-        """Some denoising steps of all slots, by default up to the next refresh."""
+        """Some denoising steps of all slots, by default up to the next refresh.
+
+        Where a guard watches, the first is a call of its own.
+        """
         steps = steps or self.policy.every or _QUANTUM
-        shape = self.shape(slots)
-        rows, canvas, rules = self._assemble(slots, shape)
-        carry = self._program(shape)(
-            self.sampler.params, self.pool, rows, canvas, rules, np.int32(steps)
+        watched = [s for s in slots if self._watched(s)]
+        if watched:
+            before = [(slot.canvas, slot.since) for slot in slots]
+            drift = self._run(slots, 1, probes=True)
+            for slot, seen, state in zip(slots, drift, before, strict=True):
+                if slot in watched and seen > self.guard_bound(slot):
+                    slot.canvas, slot.since = state
+                    self._retreat(slot)
+            steps -= 1
+        if steps and not all(slot.done for slot in slots):
+            self._run(slots, steps, probes=False)
+
+    def guard_bound(self, slot: Slot) -> float:
+        """The drift from which on a slot stops sharing."""
+        return self.guard.bound(slot.depth) if self.guard else math.inf
+
+    def _watched(self, slot: Slot) -> bool:
+        return bool(slot.chain and not slot.done and slot.since == 0) and math.isfinite(
+            self.guard_bound(slot)
         )
-        self.pool = carry.pool
-        canvas, since, work = jax.device_get((carry.canvas, carry.since, carry.work))
+
+    def _retreat(self, slot: Slot) -> None:
+        """A prefix of its own from now on, all layers refreshed."""
+        pages = len(slot.counts)
+        self.store.make_room(slot.depth * pages)
+        more = self.kv.take(slot.depth * pages)
+        slot.table[: slot.depth] = more.reshape(slot.depth, pages)
+        slot.own = np.concatenate([slot.own, more])
+        self.store.release(slot.chain)
+        slot.chain, slot.depth, slot.since = [], 0, 0
+        self.retreats += 1
+
+    def _run(self, slots: Sequence[Slot], steps: int, probes: bool) -> np.ndarray:
+        """The drift of each slot [b]; 0 without probes."""
+        shape = self.shape(slots)
+        carry = self._call(shape, *self._assemble(slots, shape, probes), steps)
+        canvas, since, work, drift = jax.device_get(
+            (carry.canvas, carry.since, carry.work, carry.drift)
+        )
         for name in self.work:
             self.work[name] += float(getattr(work, name))
         for i, slot in enumerate(slots):
             row = Canvas(*(np.asarray(x)[i : i + 1] for x in canvas))
             slot.canvas = row._replace(tokens=row.tokens[:, : len(slot.job.request.tokens)])
             slot.since = int(since[i])
+        return drift[: len(slots)]
+
+    def _call(self, shape: Shape, rows: Rows, canvas: Canvas, rules: Rules, steps: int) -> Carry:
+        carry = self._program(shape)(
+            self.sampler.params, self.pool, rows, canvas, rules, np.int32(steps)
+        )
+        self.pool = carry.pool
+        return carry
 
     def progress(self, slots: Sequence[Slot]) -> Progress:
         longest = max(s.canvas.tokens.shape[1] for s in slots)
@@ -261,6 +310,33 @@ class Engine:
             max(_power_of_two(suffix), _FEWEST_ROWS),
             max(_power_of_two(widest), _NARROWEST),
         )
+
+    def warm(
+        self, rows: Sequence[int], prefix: int, suffix: int, block: int, chained: bool = True
+    ) -> float:
+        """Compile what requests within these sizes need, and the seconds that it took.
+
+        `rows`: sizes of batches; `prefix`, `suffix`: most tokens of a prefix, and of what follows
+        it; `block`: the widest; `chained`: whether prefixes have segments before them.
+        """
+        started = time.perf_counter()
+        shared = self.policy.name != "none"
+        pages = [0, *_powers(1, pages_of(prefix, self.page))] if prefix and shared else [0]
+        window = max(_power_of_two(block), _NARROWEST)
+        watched = (False, True) if self.guard and self.guard.bounds else (False,)
+        for count in sorted({_power_of_two(n) for n in rows}):
+            for behind in pages:
+                for length in _powers(_FEWEST_ROWS, suffix):
+                    for probes in watched if behind else (False,):
+                        shape = Shape(count, behind, length, window)
+                        self._call(shape, *self._assemble([], shape, probes), 1)
+        if self.policy.shared and prefix:
+            masks = _powers(1, suffix) if self.builder == "canvas" else [0]
+            for own in pages[1:]:
+                for behind in pages if chained else [0]:
+                    for canvas in masks:
+                        self._build_pages(own, behind, canvas)
+        return time.perf_counter() - started
 
     def check_books(self) -> None:
         """Whether pages add up; for tests, since a leak is a fault of the engine's."""
@@ -302,35 +378,39 @@ class Engine:
         return self.builder if self.builder == "prefix" else f"canvas {self._canvas(job)}"
 
     def _build(self, job: Job, entry: Entry) -> None:
-        before = entry.chain()[:-1]
-        first = sum(e.rows for e in before)
-        masks = self._canvas(job) if self.builder == "canvas" else 0
+        parents = sum(e.kv.shape[1] for e in entry.chain()[:-1])
+        self._build_pages(
+            _power_of_two(pages_of(entry.rows, self.page)),
+            _power_of_two(parents) if parents else 0,
+            self._canvas(job) if self.builder == "canvas" else 0,
+            entry,
+        )
+
+    def _build_pages(self, own: int, behind: int, masks: int, entry: Entry | None = None) -> None:
+        """Fill an entry of up to `own` pages after up to `behind`; no entry: compile that."""
         page, depth = self.page, self.store_depth
-        pages = pages_of(entry.rows, page)
-        own, parents = _power_of_two(pages), sum(e.kv.shape[1] for e in before)
-        behind = _power_of_two(parents) if parents else 0
-        rows = own * page + masks
-        tokens = np.full((1, rows), self.sampler.mask_id, np.int32)
-        tokens[0, : entry.rows] = entry.tokens
+        tokens = np.full((1, own * page + masks), self.sampler.mask_id, np.int32)
         table, counts = np.zeros((depth, 1, behind), np.int32), np.zeros((1, behind), np.int32)
-        if before:
-            table[:, 0, :parents] = np.concatenate([e.kv for e in before], axis=1)
-            counts[0, :parents] = np.concatenate([_page_counts(e.rows, page) for e in before])
+        kv, hidden = (
+            np.zeros((depth, 1, own), np.int32),
+            np.zeros((len(self._kept), 1, own), np.int32),
+        )
+        first = rows = 0
+        if entry:
+            before, rows = entry.chain()[:-1], entry.rows
+            first, pages = sum(e.rows for e in before), entry.kv.shape[1]
+            tokens[0, :rows] = entry.tokens
+            kv[:, 0, :pages], hidden[:, 0, :pages] = entry.kv, entry.hidden
+            if before:
+                parents = np.concatenate([e.kv for e in before], axis=1)
+                table[:, 0, : parents.shape[1]] = parents
+                there = np.concatenate([_page_counts(e.rows, page) for e in before])
+                counts[0, : len(there)] = there
         self._used.add(("build", own, behind, masks))
-        dtype = jnp.dtype(self.sampler.dtype).name
-        build = Build(self.sampler.model, dtype, self._shared)
-        pad = ((0, 0), (0, own - pages))
+        build = Build(self.sampler.model, jnp.dtype(self.sampler.dtype).name, self._shared)
+        places = (np.int32(first), np.int32(rows), np.int32(rows + masks))
         self.pool = _compiled(build)(
-            self.sampler.params,
-            self.pool,
-            tokens,
-            np.int32(first),
-            np.int32(entry.rows),
-            np.int32(entry.rows + masks),
-            table,
-            counts,
-            np.pad(entry.kv, pad)[:, None],
-            np.pad(entry.hidden, pad)[:, None],
+            self.sampler.params, self.pool, tokens, *places, table, counts, kv, hidden
         )
 
     @property
@@ -369,8 +449,11 @@ class Engine:
     def _prefix(self, slot: Slot) -> int:
         return int(slot.counts.sum())
 
-    def _assemble(self, slots: Sequence[Slot], shape: Shape) -> tuple[Rows, Canvas, Rules]:
+    def _assemble(
+        self, slots: Sequence[Slot], shape: Shape, probes: bool
+    ) -> tuple[Rows, Canvas, Rules]:
         """Arrays of a batch; rows beyond the slots are done."""
+        watch = self.guard.rows if probes and self.guard else 0
         layers, b = self.sampler.model.config.layers, shape.rows
         behind = 0
         if self.policy.window != "suffix":
@@ -388,6 +471,8 @@ class Engine:
             suffix=np.zeros((layers, b, behind), np.int32),
             every=np.ones(b, np.int32),
             since=np.ones(b, np.int32),
+            probes=np.zeros((b, watch), np.int32),
+            probe_slots=np.zeros((b, watch), np.int32),
         )
         for i, slot in enumerate(slots):
             for whole, part in zip(canvas, slot.canvas, strict=True):
@@ -403,6 +488,12 @@ class Engine:
             rows.table[:, i, :pages], rows.counts[i, :pages] = slot.table, slot.counts
             rows.hidden[i, :pages] = slot.hidden
             rows.suffix[:, i, : slot.suffix.shape[1]] = slot.suffix
+            places = ((np.arange(watch) + 0.5) * rows.prefix[i] / max(watch, 1)).astype(np.int32)
+            before = np.cumsum(slot.counts) - slot.counts
+            at = np.searchsorted(before, places, side="right") - 1
+            if pages:
+                rows.probes[i] = places
+                rows.probe_slots[i] = at * self.page + places - before[at]
         return rows, Canvas(*canvas), Rules(*rules)
 
     def _program(self, shape: Shape) -> Callable[..., Carry]:
@@ -433,6 +524,14 @@ def _page_counts(rows: int, page: int) -> Int32[np.ndarray, " j"]:
     """Rows of each page of a segment."""
     at = np.arange(pages_of(rows, page)) * page
     return np.minimum(rows - at, page).astype(np.int32)
+
+
+def _powers(least: int, most: int) -> list[int]:
+    """Powers of two from `least` up to the first that holds `most`."""
+    found = [_power_of_two(least)]
+    while found[-1] < most:
+        found.append(2 * found[-1])
+    return found
 
 
 def _power_of_two(n: int) -> int:

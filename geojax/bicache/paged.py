@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over keys that lie in pages, and the writing of them.
 
-Invariant: a row reads the pages of its own table alone, and of them the rows that count;
-temporaries are of one chunk of pages, whatever the length of a prefix or the number of pages.
+Invariant: a row reads the pages of its own table alone, and of them the rows that count.
 
 Shapes: b requests, t queries, s own keys, j pages of a table, g rows of a page, n pages of the
 pool, h query heads, k key/value heads, e head size.
 """
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from geojax.bicache.kernels.reference import State, add_keys, begin, chunk_keys, finish
+from geojax.bicache.kernels.choose import attend
+from geojax.bicache.kernels.reference import Part
 
-CHUNK_KEYS = 512
-"""Keys at a time at most; as many as the temporaries of geojax.bicache.kernels.reference allow."""
+Own = tuple[Float[Array, "b s k e"], Float[Array, "b s k e"], Int[Array, " b"]]
+"""Keys, values, and how many of them each row sees."""
+_FEWEST = 8  # rows that every kernel takes
 
 
 def attend_paged(
@@ -24,38 +24,18 @@ def attend_paged(
     pool_v: Float[Array, "n g k e"],
     table: Int[Array, "b j"],
     counts: Int[Array, "b j"],
-    own: tuple[Float[Array, "b s k e"], Float[Array, "b s k e"], Bool[Array, "b s"]] | None,
+    own: Own | None,
 ) -> Float[Array, "b t h e"]:
     """softmax over the keys in the pages of each request's table and its own ones.
 
-    `counts`: rows of each page that count, 0 where the table has none; `own`: keys, values, and
-    which of them are seen. A query that sees no key gives 0.
+    `counts`: rows of each page that count, 0 where the table has none. A query that sees no key
+    gives 0. By the best kernel for the device.
     """
-    kv_heads, page = pool_k.shape[2], pool_k.shape[1]
-    groups, state = begin(q, kv_heads)
-    pages = table.shape[1]
-    if pages:
-        keys = min(CHUNK_KEYS, chunk_keys(groups.shape, q.dtype, copies=True))
-        chunk = min(pages, max(keys // page, 1))
-        padded = -(-pages // chunk) * chunk - pages
-        table, counts = (jnp.pad(x, ((0, 0), (0, padded))) for x in (table, counts))
-        used = jnp.max(jnp.where(counts > 0, jnp.arange(pages + padded) + 1, 0))
-
-        def take(i, state: State) -> State:
-            ids = lax.dynamic_slice_in_dim(table, i * chunk, chunk, axis=1)
-            there = lax.dynamic_slice_in_dim(counts, i * chunk, chunk, axis=1)
-            seen = jnp.arange(page) < there[..., None]
-            k, v = (x[ids].reshape(len(q), chunk * page, *x.shape[2:]) for x in (pool_k, pool_v))
-            return add_keys(groups, k, v, seen.reshape(len(q), -1), state)
-
-        state = lax.fori_loop(0, -(-used // chunk), take, state)
-    if own is not None:
-        k, v, seen = own
-        keys = chunk_keys(groups.shape, q.dtype, copies=False)
-        for start in range(0, k.shape[1], keys):
-            part = slice(start, start + keys)
-            state = add_keys(groups, k[:, part], v[:, part], seen[:, part], state)
-    return finish(state, q)[0]
+    if own is None:
+        shape = (len(q), _FEWEST, *pool_k.shape[2:])
+        nothing = jnp.zeros(shape, pool_k.dtype)
+        own = (nothing, nothing, jnp.zeros(len(q), jnp.int32))
+    return attend(q, Part(pool_k, pool_v, counts), Part(*own), table)[0]
 
 
 def write(

@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
+from geojax.bicache.denoise import drift_of
 from geojax.bicache.depth import Depths
 from geojax.config import require
 from geojax.models.attention import attend
@@ -60,6 +61,8 @@ class ShareProfile:
     """By depth 0..L, under the share of masks where it is worst."""
     worst_masked: tuple[float, ...]
     """By depth: that share of masks."""
+    drift: tuple[float, ...]
+    """By depth: what the guard's probes of 99 in 100 of these requests do not exceed."""
 
 
 def profile_share(
@@ -72,6 +75,7 @@ def profile_share(
     canvas: bool = False,
     batch: int = 16,
     first_mask: int | None = None,
+    probes: int = 8,
 ) -> ShareProfile:
     """Compare passes over `sequences`, whose first `prefix` tokens are shared.
 
@@ -88,8 +92,11 @@ def profile_share(
     )
     config, rng = model.config, np.random.default_rng(0)
     order = rng.random((count, length - begin)).argsort(1)
-    compare = jax.jit(partial(_compare, model, prefix=prefix, canvas=canvas, mask_id=mask_id))
-    cosines, effects = [], {}
+    places = ((np.arange(probes) + 0.5) * prefix / probes).astype(np.int32)
+    compare = jax.jit(
+        partial(_compare, model, prefix=prefix, canvas=canvas, mask_id=mask_id, places=places)
+    )
+    cosines, drifts, effects = [], [], {}
     for share in masked:
         hide = np.zeros((count, length), bool)
         hide[:, begin:] = order < max(round(share * (length - begin)), 1)
@@ -100,6 +107,7 @@ def profile_share(
             kl.append(np.asarray(found[0])[:, hide[rows]])
             same.append(np.asarray(found[1])[:, hide[rows]])
             sums.append(np.asarray(found[2]) * len(sequences[rows]))
+            drifts.append(np.asarray(found[3]))
         cosines.append(np.sum(sums, axis=0) / count)
         rows_kl, rows_same = np.concatenate(kl, axis=1), np.concatenate(same, axis=1)
         for depth in range(config.layers + 1):
@@ -119,6 +127,7 @@ def profile_share(
         tuple(map(float, lowest[1])),
         tuple(effects[d][0] for d in depths),
         tuple(effects[d][1] for d in depths),
+        tuple(map(float, np.quantile(np.concatenate(drifts, axis=1), 0.99, axis=1))),
     )
 
 
@@ -160,8 +169,10 @@ def _compare(
     prefix: int,
     canvas: bool,
     mask_id: int,
+    places: Int32[np.ndarray, " m"],
 ):
-    """(KL [L + 1, b, s], whether the likeliest token stays, cosines [2, L]) by depth or layer."""
+    """(KL [L + 1, b, s], whether the likeliest token stays, cosines [2, L], drift of probes at
+    `places` [L, b]) by depth or layer."""
     seen = jnp.where(hide, mask_id, tokens)
     alone = seen[:, :prefix]
     if canvas:
@@ -179,7 +190,7 @@ def _compare(
         return None, (kl, jnp.argmax(expected, -1) == jnp.argmax(found, -1))
 
     _, (kl, same) = lax.scan(effect, None, jnp.arange(model.config.layers + 1))
-    return kl, same, cosines
+    return kl, same, cosines, _drift(model, params, seen, prefix, kept, places)
 
 
 def _logits(model: Transformer, params: Params, x: Array) -> Array:
@@ -229,6 +240,29 @@ def _reuse(model: Transformer, params: Params, tokens, prefix: int, kept: Pass, 
     x = model.embed(params, tokens, inputs, jnp.float32)
     items = (params["blocks"], jnp.arange(model.config.layers), *kept)
     return lax.scan(layer, x, items)[0]
+
+
+def _drift(
+    model: Transformer, params: Params, tokens, prefix: int, kept: Pass, places
+) -> Float[Array, "L b"]:
+    """Of rows at `places` of the prefix that see what follows it, entering each layer."""
+    b, s = tokens.shape
+    rows = jnp.concatenate([jnp.arange(prefix, s), jnp.asarray(places)])
+    inputs = Inputs(jnp.broadcast_to(rows.astype(jnp.int32), (b, len(rows))), None, None)
+    rotary, own = model.rotary(inputs), s - prefix
+
+    def layer(x, item):
+        weights, k_kept, v_kept, hidden = item
+
+        def mixed(q, k, v, *rest):
+            k, v = (jnp.concatenate([z, y[:, :own]], axis=1) for z, y in ((k_kept, k), (v_kept, v)))
+            return attend(q, k, v, *rest)
+
+        found = drift_of(x[:, own:], hidden[:, places])
+        return replace(model, attend=mixed).layer(weights, x, 0, rotary, inputs), found
+
+    x = model.embed(params, tokens[:, rows], inputs, jnp.float32)
+    return lax.scan(layer, x, (params["blocks"], *kept))[1]
 
 
 def _inputs(tokens) -> Inputs:

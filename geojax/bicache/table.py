@@ -18,7 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from geojax.bicache.depth import Depths
+from geojax.bicache.depth import Depths, Guard
 from geojax.bicache.profile import ShareProfile, by_cosine, by_output, profile_share
 from geojax.bicache.store import Builder
 from geojax.config import ConfigError, DataConfig, SourceConfig, TokenizerConfig, require
@@ -28,6 +28,8 @@ from geojax.models.transformer import Transformer
 from geojax.models.weights.special import TOKENIZER
 from geojax.track.environment import machine
 from geojax.track.metrics import to_json, write_atomically
+
+_MARGIN = 1.5  # of a guard's bound over what 99 of 100 profiled requests do not exceed
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ def run_depth(options: DepthOptions) -> None:
         "criterion": options.criterion,
         "bound": options.least_cosine if options.criterion == "cosine" else options.most_kl,
         "steps": depths.steps,
+        "guard": guard_of(profiles, depths).bounds,
         "length": options.length,
         "count": options.count,
         "machine": machine(),
@@ -105,12 +108,23 @@ def run_depth(options: DepthOptions) -> None:
     console.print(f"wrote {options.out} and {picture}", soft_wrap=True)
 
 
-def read_depths(path: Path, revision: str, builder: Builder) -> Depths:
-    """The table in a file that `geojax profile depth` wrote for these weights and this builder;
+def guard_of(profiles: Sequence[ShareProfile], depths: Depths) -> Guard:
+    """Bounds for the depths of a table: somewhat above what the profiled requests show."""
+    bounds: dict[int, float] = {}
+    for profile in profiles:
+        depth = depths.at(profile.share)
+        if 0 < depth < len(profile.drift):
+            bounds[depth] = max(bounds.get(depth, 0.0), _MARGIN * profile.drift[depth])
+    return Guard(tuple(sorted(bounds.items())))
+
+
+def read_table(path: Path, revision: str, builder: Builder) -> tuple[Depths, Guard]:
+    """What `geojax profile depth` wrote into a file for these weights and this builder;
     ConfigError where it is of others, or is none."""
     try:
         found = json.loads(path.read_text("utf-8"))
         steps = tuple((float(share), int(depth)) for share, depth in found["steps"])
+        bounds = tuple((int(depth), float(drift)) for depth, drift in found["guard"])
         theirs = (found["revision"], found["builder"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -121,7 +135,7 @@ def read_depths(path: Path, revision: str, builder: Builder) -> Depths:
         f"{path} is of weights {theirs[0]} and builder {theirs[1]!r}, not of {revision} and "
         f"{builder!r}; make one of these with `geojax profile depth`",
     )
-    return Depths(steps)
+    return Depths(steps), Guard(bounds)
 
 
 def plot_profiles(profiles: Sequence[ShareProfile], path: Path) -> None:

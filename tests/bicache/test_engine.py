@@ -183,7 +183,7 @@ def test_work_is_what_the_definitions_say():
     job = Job(request(5, 48, 16, block=0), (40,))  # a share of 0.625: 2 of 4 layers
     made.answer([job])
     steps, refreshes = 16, 6
-    assert made.work == {"suffix": steps * 24 * 4, "prefix": refreshes * 40 * 2}
+    assert made.work == {"suffix": steps * 24 * 4, "prefix": refreshes * 40 * 2, "probes": 0}
 
 
 def test_memory_that_is_too_small_is_refused_and_nothing_leaks():

@@ -2,6 +2,7 @@
 """Profiles of depth say what reuse does, and tables keep to them."""
 
 import json
+import math
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from geojax.bicache.depth import Depths
 from geojax.bicache.profile import Effect, ShareProfile, by_cosine, by_output, profile_share
-from geojax.bicache.table import read_depths
+from geojax.bicache.table import guard_of, read_table
 from geojax.config import ConfigError
 from geojax.models.config import TransformerConfig
 from geojax.models.transformer import Transformer, init_params, make_apply
@@ -76,7 +77,8 @@ def test_a_canvas_behind_the_prefix_brings_its_keys_nearer(params, sequences):
 
 def made(share, cosines, kls):
     effects = tuple(Effect(kl, kl, 1.0) for kl in kls)
-    return ShareProfile(share, cosines, (1.0,) * len(cosines), effects, (1.0,) * len(kls))
+    drift = tuple(0.01 * i for i in range(len(cosines)))
+    return ShareProfile(share, cosines, (1.0,) * len(cosines), effects, (1.0,) * len(kls), drift)
 
 
 def test_a_table_is_the_deepest_that_is_safe_everywhere_below_it():
@@ -88,6 +90,18 @@ def test_a_table_is_the_deepest_that_is_safe_everywhere_below_it():
     # What is good again below a bad layer does not count.
     assert by_output(profiles, 0.05).steps == ((0.5, 1), (0.9, 3))
     assert by_output(profiles, 1e-4).steps == ((0.5, 0), (0.9, 0))
+
+
+def test_a_guards_bounds_lie_above_what_was_seen():
+    profiles = [
+        made(0.5, (1.0, 0.99, 0.99), (0, 0, 1, 1)),
+        made(0.9, (1.0, 0.99, 0.99), (0, 0, 0, 1)),
+    ]
+    guard = guard_of(profiles, by_output(profiles, 0.1))
+    assert [d for d, _ in guard.bounds] == [1, 2]
+    assert guard.bound(1) == pytest.approx(0.015)
+    assert guard.bound(2) == pytest.approx(0.03)
+    assert guard.bound(3) == math.inf
 
 
 def test_a_smaller_share_gets_no_more_than_a_larger_one():
@@ -108,13 +122,22 @@ def test_a_prefix_that_leaves_nothing_is_refused(params, sequences):
 def test_a_table_of_other_weights_or_another_builder_is_refused(tmp_path):
     path = tmp_path / "depths.json"
     path.write_text(
-        json.dumps({"revision": "abc", "builder": "prefix", "steps": [[0.5, 1], [0.9, 4]]})
+        json.dumps(
+            {
+                "revision": "abc",
+                "builder": "prefix",
+                "steps": [[0.5, 1], [0.9, 4]],
+                "guard": [[1, 0.1]],
+            }
+        )
     )
-    assert read_depths(path, "abc", "prefix") == Depths(((0.5, 1), (0.9, 4)))
+    depths, guard = read_table(path, "abc", "prefix")
+    assert depths == Depths(((0.5, 1), (0.9, 4)))
+    assert (guard.bound(1), guard.bound(4)) == (0.1, math.inf)
     with pytest.raises(ConfigError, match=r"is of weights abc .* make one of these"):
-        read_depths(path, "abd", "prefix")
+        read_table(path, "abd", "prefix")
     with pytest.raises(ConfigError, match="builder 'prefix', not of abc and 'canvas'"):
-        read_depths(path, "abc", "canvas")
+        read_table(path, "abc", "canvas")
     path.write_text("{}")
     with pytest.raises(ConfigError, match="is no table of depths"):
-        read_depths(path, "abc", "prefix")
+        read_table(path, "abc", "prefix")

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which attention kernel runs: Mosaic GPU, else cuDNN, else XLA.
+
+Invariant: the choice follows from the arguments alone, and says why each better kernel was passed
+by; nothing is tried out, and no failure at run time changes it.
+"""
+
+import logging
+from functools import cache
+from typing import Literal, NamedTuple
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from geojax.bicache.kernels import cudnn, mosaic_gpu
+from geojax.bicache.kernels.reference import Part, attend_xla
+
+Kernel = Literal["mosaic_gpu", "cudnn", "xla"]
+
+_LOG = logging.getLogger(__name__)
+_HALVES = mosaic_gpu.DTYPES
+
+
+class Choice(NamedTuple):
+    """A kernel, and why not those before it."""
+
+    kernel: Kernel
+    reasons: tuple[str, ...]
+
+
+def choose(
+    platform: str,
+    capability: tuple[int, int] | None,
+    dtype: str,
+    head_size: int,
+    prefix_size: int,
+    indexed: bool,
+) -> Choice:
+    """The best kernel that takes heads of `head_size` in `dtype` on this kind of device.
+
+    `capability` is CUDA's, None on other devices; `prefix_size` is what prefixes are padded to.
+    `indexed`: every row names its prefix entry.
+    """
+    reasons = []
+    if not (why := _not_mosaic(platform, capability, dtype, head_size, prefix_size)):
+        return Choice("mosaic_gpu", ())
+    reasons.append(f"mosaic_gpu: {why}")
+    if not (why := _not_cudnn(platform, capability, dtype, head_size, indexed)):
+        return Choice("cudnn", tuple(reasons))
+    reasons.append(f"cudnn: {why}")
+    return Choice("xla", tuple(reasons))
+
+
+def attend(
+    q: Float[Array, "b t h e"],
+    prefix: Part,
+    own: Part,
+    index: Int[Array, "b *j"] | None = None,
+    *,
+    device: jax.Device | None = None,
+) -> tuple[Float[Array, "b t h e"], Float[Array, "b h t"]]:
+    """`reference.attend_xla` by the kernel for `device`, by default the process's first.
+
+    The choice is logged once.
+    """
+    choice = choose_for(device or jax.devices()[0], q, prefix, index)
+    _log(choice)
+    match choice.kernel:
+        case "mosaic_gpu":
+            return mosaic_gpu.attend_mosaic(q, prefix, own, index)
+        case "cudnn":
+            return cudnn.attend_cudnn(q, prefix, own)
+        case "xla":
+            return attend_xla(q, prefix, own, index)
+
+
+def choose_for(
+    device: jax.Device, q: Float[Array, "b t h e"], prefix: Part, index: Int[Array, "b *j"] | None
+) -> Choice:
+    """`choose` for arguments of `attend` on `device`."""
+    capability = None
+    if device.platform == "gpu":
+        # AMD's devices name an architecture there.
+        major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+        capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+    head_size, prefix_size = q.shape[-1], prefix.k.shape[-3]
+    indexed = index is not None
+    return choose(device.platform, capability, q.dtype.name, head_size, prefix_size, indexed)
+
+
+@cache
+def _log(choice: Choice) -> None:
+    because = "; ".join(choice.reasons) or "the first choice"
+    _LOG.info("attention over a prefix runs by %s (%s)", choice.kernel, because)
+
+
+def _not_mosaic(
+    platform: str,
+    capability: tuple[int, int] | None,
+    dtype: str,
+    head_size: int,
+    prefix_size: int,
+) -> str | None:
+    if platform != "gpu" or capability is None:
+        return f"it is for NVIDIA's Hopper, this is {platform}"
+    if capability[0] != 9:
+        # Blackwell's tensor cores have other instructions, earlier ones no TMA.
+        return f"it is for compute capability 9, this is {capability[0]}.{capability[1]}"
+    if dtype not in _HALVES:
+        return f"it multiplies {' and '.join(_HALVES)}, not {dtype}"
+    if head_size not in mosaic_gpu.HEAD_SIZES:
+        return f"it is for head sizes {mosaic_gpu.HEAD_SIZES}, not {head_size}"
+    if prefix_size % mosaic_gpu.KEYS_MULTIPLE:
+        return f"prefixes are padded to {prefix_size}, no multiple of {mosaic_gpu.KEYS_MULTIPLE}"
+    return None
+
+
+def _not_cudnn(
+    platform: str,
+    capability: tuple[int, int] | None,
+    dtype: str,
+    head_size: int,
+    indexed: bool,
+) -> str | None:
+    if platform != "gpu" or capability is None:
+        return f"it is for NVIDIA's GPUs, this is {platform}"
+    if capability < (8, 0):
+        return f"its attention needs compute capability 8, this is {capability[0]}.{capability[1]}"
+    if not cudnn.AVAILABLE:
+        return "this JAX has no call of it that gives log-sum-exps in float32"
+    if indexed:
+        return "it takes no index: every row's prefix would be copied"
+    if dtype not in _HALVES:
+        return f"it multiplies {' and '.join(_HALVES)}, not {dtype}"
+    most = 256 if capability >= (9, 0) else 128
+    if head_size % 8 or head_size > most:
+        return f"it is for head sizes that are multiples of 8 up to {most}, not {head_size}"
+    return None

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""After a warm-up nothing is compiled, whatever requests come, and memory is what the books say."""
+
+import jax
+import numpy as np
+import pytest
+
+from geojax.bicache.depth import Depths
+from geojax.bicache.engine import Engine, Job, Sizes
+from geojax.bicache.pages import NoPagesError
+from geojax.bicache.policy import get_policy
+from geojax.diffusion.request import SamplingConfig, prompt
+from geojax.diffusion.sampler import Sampler
+from geojax.models.config import TransformerConfig
+from geojax.models.transformer import Transformer, init_params
+
+MASK, VOCAB, PAGE = 31, 32, 16
+MODEL = TransformerConfig(
+    vocab_size=VOCAB, dim=16, layers=3, heads=2, kv_heads=1, mlp_dim=24, bidirectional=True
+)
+
+
+def random_job(rng):
+    """With a prefix or without, of a few that are shared, in segments; of any policy of filling."""
+    which = int(rng.integers(0, 6))
+    prefix = np.random.default_rng(which).integers(0, 30, int(8 + 9 * which))
+    private = rng.integers(0, 30, rng.integers(1, 9))
+    cut = int(rng.integers(1, len(prefix)))
+    segments = [(), (len(prefix),), (cut, len(prefix) - cut)][rng.integers(0, 3)]
+    policy = ["confidence", "threshold", "margin", "entropy", "origin"][rng.integers(0, 5)]
+    ask = SamplingConfig(
+        policy=policy,
+        block=int(rng.integers(0, 12)),
+        temperature=float(rng.choice([0.0, 0.7])),
+        seed=int(rng.integers(0, 1000)),
+    )
+    canvas = int(rng.integers(1, 14))
+    request = prompt([*prefix.tolist(), *private.tolist()], canvas, MASK, ask)
+    return Job(request, segments, f"tenant {which % 2}", exact=bool(rng.random() < 0.1))
+
+
+@pytest.fixture
+def compiled():
+    """Seconds of every compilation from now on."""
+    seen = []
+
+    def listen(name, seconds, **kwargs):
+        if name.endswith("backend_compile_duration"):
+            seen.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("name", ["bicache", "bicache-dual"])
+def test_nothing_is_compiled_after_a_warm_up(name, compiled):
+    sampler = Sampler(Transformer(MODEL), init_params(MODEL, 0), MASK, np.arange(VOCAB) == MASK)
+    engine = Engine(
+        sampler,
+        get_policy(name),
+        Sizes(1.5e5, 1e5, page=PAGE),
+        Depths(((0.0, 1), (0.6, 2))),
+    )
+    seconds = engine.warm(rows=(1, 2, 4), prefix=64, suffix=128, block=13)
+    assert seconds > 0
+    assert engine.programs <= 64
+    warmed = len(compiled)
+    assert warmed
+    live = sum(x.nbytes for x in jax.live_arrays())
+    rng, slots, answered, refused = np.random.default_rng(0), [], 0, 0
+    while answered < 150:
+        while len(slots) < 4:
+            try:
+                slots.append(engine.admit(random_job(rng)))
+            except NoPagesError:
+                refused += 1
+                break
+        engine.run(slots)
+        for slot in [s for s in slots if s.done]:
+            slots.remove(slot)
+            assert MASK not in engine.result(slot).tokens
+            engine.leave(slot)
+            answered += 1
+        engine.check_books()
+    assert len(compiled) == warmed
+    assert engine.store.counts.hits
+    assert engine.store.counts.evictions
+    # The pool is the same memory as before, and nothing else is kept on the device.
+    assert sum(x.nbytes for x in jax.live_arrays()) <= live + 1e4
