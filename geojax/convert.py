@@ -87,8 +87,8 @@ def convert(
     progress(f"reading {source}")
     tokenizer, special = None, SpecialTokens()
     if (source / "metrics.jsonl").is_file():
-        run, params, special, tokenizer = read_run(source)
-        config = run.model
+        run, params, special, found = read_run(source)
+        config, tokenizer = run.model, found and found.inner
     elif source.is_dir():
         config, special = read_config(source), read_special(source)
         params = load_safetensors(source, config, progress=progress)

@@ -13,9 +13,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -73,22 +74,33 @@ class Result:
     """Upper, of the loss."""
 
 
-class Options(Protocol):
-    """What is asked; see `geojax bench bicache --help`."""
+@dataclass(frozen=True)
+class BicacheOptions:
+    """What reuse of prefixes costs in accuracy, on tasks with one right answer. Resumable."""
 
-    model: Path
-    out: Path
-    count: int
-    seq_len: int
-    steps: int
-    every: int
-    depths: Path | None
-    builder: Builder
-    tasks: tuple[str, ...]
-    json: Path | None
+    model: tyro.conf.Positional[Path]
+    """Folder of a diffusion model of tasks, such as a run of preset dlm-tasks."""
+    out: Path = Path("runs/bench-bicache")
+    """Folder of what was answered."""
+    count: int = 2_000
+    """Requests of each task and share."""
+    seq_len: int = 96
+    """Tokens of a request."""
+    steps: int = 8
+    """Denoising steps."""
+    every: int = 4
+    """Steps from one refresh to the next, of policies that refresh."""
+    depths: Path | None = None
+    """Table that `geojax profile depth` wrote; unset: fixed depths alone."""
+    builder: Builder = "prefix"
+    """How prefixes are built."""
+    tasks: tuple[str, ...] = ()
+    """Which; unset: all."""
+    json: Path | None = None
+    """File for the figures; unset: bicache.json in the folder."""
 
 
-def run_bicache(options: Options) -> list[Result]:
+def run_bicache(options: BicacheOptions) -> list[Result]:
     """Answer requests of each task and share under all policies; tables of losses.
 
     ConfigError where the model is not one of tasks.

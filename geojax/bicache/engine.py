@@ -312,16 +312,17 @@ class Engine:
         )
 
     def warm(
-        self, rows: Sequence[int], prefix: int, suffix: int, block: int, chained: bool = True
+        self, rows: Sequence[int], prefix: int, suffix: int, block: int, segments: int = 1
     ) -> float:
         """Compile what requests within these sizes need, and the seconds that it took.
 
         `rows`: sizes of batches; `prefix`, `suffix`: most tokens of a prefix, and of what follows
-        it; `block`: the widest; `chained`: whether prefixes have segments before them.
+        it; `block`: the widest; `segments`: most segments of a prefix, each of whole pages.
         """
         started = time.perf_counter()
         shared = self.policy.name != "none"
-        pages = [0, *_powers(1, pages_of(prefix, self.page))] if prefix and shared else [0]
+        most = pages_of(prefix, self.page) + segments - 1
+        pages = [0, *_powers(1, most)] if prefix and shared else [0]
         window = max(_power_of_two(block), _NARROWEST)
         watched = (False, True) if self.guard and self.guard.bounds else (False,)
         for count in sorted({_power_of_two(n) for n in rows}):
@@ -333,7 +334,7 @@ class Engine:
         if self.policy.shared and prefix:
             masks = _powers(1, suffix) if self.builder == "canvas" else [0]
             for own in pages[1:]:
-                for behind in pages if chained else [0]:
+                for behind in pages if segments > 1 else [0]:
                     for canvas in masks:
                         self._build_pages(own, behind, canvas)
         return time.perf_counter() - started

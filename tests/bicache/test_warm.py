@@ -23,7 +23,7 @@ MODEL = TransformerConfig(
 def random_job(rng):
     """With a prefix or without, of a few that are shared, in segments; of any policy of filling."""
     which = int(rng.integers(0, 6))
-    prefix = np.random.default_rng(which).integers(0, 30, int(8 + 9 * which))
+    prefix = np.random.default_rng(which).integers(0, 30, int(7 + 5 * which))
     private = rng.integers(0, 30, rng.integers(1, 9))
     cut = int(rng.integers(1, len(prefix)))
     segments = [(), (len(prefix),), (cut, len(prefix) - cut)][rng.integers(0, 3)]
@@ -53,28 +53,37 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-@pytest.mark.parametrize("name", ["bicache", "bicache-dual"])
-def test_nothing_is_compiled_after_a_warm_up(name, compiled):
+@pytest.mark.parametrize(
+    ("name", "most", "requests"),
+    [
+        ("bicache", 2, 60),
+        pytest.param("bicache", 4, 500, marks=pytest.mark.full),
+        pytest.param("bicache-dual", 4, 500, marks=pytest.mark.full),
+    ],
+)
+def test_nothing_is_compiled_after_a_warm_up(name, most, requests, compiled):
     sampler = Sampler(Transformer(MODEL), init_params(MODEL, 0), MASK, np.arange(VOCAB) == MASK)
     engine = Engine(
         sampler,
         get_policy(name),
-        Sizes(1.5e5, 1e5, page=PAGE),
+        Sizes(6e4, 1e5, page=PAGE),
         Depths(((0.0, 1), (0.6, 2))),
     )
-    seconds = engine.warm(rows=(1, 2, 4), prefix=64, suffix=128, block=13)
+    seconds = engine.warm(
+        rows=[n for n in (1, 2, 4) if n <= most], prefix=32, suffix=64, block=13, segments=2
+    )
     assert seconds > 0
     assert engine.programs <= 64
     warmed = len(compiled)
     assert warmed
     live = sum(x.nbytes for x in jax.live_arrays())
-    rng, slots, answered, refused = np.random.default_rng(0), [], 0, 0
-    while answered < 150:
-        while len(slots) < 4:
+    rng, slots, answered = np.random.default_rng(0), [], 0
+    while answered < requests:
+        while len(slots) < most:
             try:
                 slots.append(engine.admit(random_job(rng)))
             except NoPagesError:
-                refused += 1
+                assert slots, "one request alone must fit"
                 break
         engine.run(slots)
         for slot in [s for s in slots if s.done]:
