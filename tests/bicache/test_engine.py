@@ -56,16 +56,17 @@ JOBS = [
     Job(request(2, 9, 12, block=5)),  # no prefix
     Job(request(3, 20, 30, block=0, steps=9), (16,)),  # one page, a share of 0.32
 ]
+LONG = pytest.mark.full
 POLICIES = [
     ("none", None),
     ("refresh", 1),
-    ("refresh", 4),
+    pytest.param("refresh", 4, marks=LONG),
     ("full", None),
     ("prefix", None),
-    ("dual", None),
-    ("bicache", 1),
+    pytest.param("dual", None, marks=LONG),
+    pytest.param("bicache", 1, marks=LONG),
     ("bicache", 3),
-    ("bicache-dual", None),
+    pytest.param("bicache-dual", None, marks=LONG),
     ("bicache-dual", 3),
 ]
 
@@ -98,7 +99,14 @@ def test_every_policy_equals_the_slow_engine(name, every):
         np.testing.assert_array_equal(found.tokens, slow(name, every, job))
 
 
-@pytest.mark.parametrize(("name", "every"), [("refresh", 4), ("bicache", 3), ("bicache-dual", 3)])
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [
+        pytest.param("refresh", 4, marks=LONG),
+        pytest.param("bicache", 3, marks=LONG),
+        ("bicache-dual", 3),
+    ],
+)
 def test_so_does_a_shifted_model(name, every):
     for job, found in zip(JOBS, answers(name, every, DREAM), strict=True):
         np.testing.assert_array_equal(found.tokens, slow(name, every, job, DREAM))
