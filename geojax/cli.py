@@ -116,15 +116,25 @@ def demo(args: list[str]) -> int:
 
 
 def bench(args: list[str]) -> int:
-    """Longer comparisons: geojax bench geomesh, geojax bench tune METHOD..."""
+    """Longer comparisons: geojax bench geomesh, geojax bench tune METHOD..., cona, bicache."""
     from geojax.bench import geomesh
 
-    known = {"geomesh": _Bench, "tune": _Tune}
+    if args and args[0] == "bicache":
+        from geojax.bench.bicache import BicacheOptions, run_bicache
+
+        run_bicache(_parse(BicacheOptions, args[1:], "geojax bench bicache"))
+        return 0
+    known = {"geomesh": _Bench, "tune": _Tune, "cona": _BenchCona}
     if not args or args[0] not in known:
-        raise ConfigError(f"geojax bench wants one of {list(known)}, not {(args or [''])[0]!r}")
+        every = [*known, "bicache"]
+        raise ConfigError(f"geojax bench wants one of {every}, not {(args or [''])[0]!r}")
     options = _parse(known[args[0]], args[1:], f"geojax bench {args[0]}")
     if isinstance(options, _Bench):
         geomesh.run_bench(options.out, options.jobs, options.seeds, options.json)
+    elif isinstance(options, _BenchCona):
+        from geojax.bench.cona import run_cona
+
+        run_cona(options.out, options.jobs, options.models, options.seeds, options.json)
     else:
         geomesh.tune(options.methods, options.out, options.jobs, options.json)
     return 0
@@ -140,11 +150,39 @@ def convert(args: list[str]) -> int:
 
 
 def evaluate(args: list[str]) -> int:
-    """Perplexity of converted weights on held-out text."""
+    """Perplexity of a model's weights on held-out text, or multiple choice with --tasks."""
+    options = _parse(_Eval, args, "geojax eval")
+    unused = _OF_TASKS if not options.tasks else _OF_PERPLEXITY
+    for name in unused:
+        require(
+            getattr(options, name) == getattr(_Eval, name),
+            f"--{name.replace('_', '-')} means nothing {'with' if options.tasks else 'without'} "
+            "--tasks; leave it unset",
+        )
+    if options.tasks:
+        from geojax.choice.command import ChoiceOptions, run_choice
+
+        names = ("folder", "tasks", *_OF_TASKS, "json")
+        run_choice(ChoiceOptions(**{name: getattr(options, name) for name in names}))
+        return 0
     from geojax.score import run_eval
 
-    options = _parse(_Eval, args, "geojax eval")
-    run_eval(options.folder, options.data, options.sequences, options.batch, options.json)
+    run_eval(
+        options.folder,
+        options.data,
+        options.sequences,
+        options.batch,
+        options.draws,
+        options.json,
+    )
+    return 0
+
+
+def generate(args: list[str]) -> int:
+    """Text from a diffusion model, shown while it is being denoised."""
+    from geojax.generate import GenerateOptions, run_generate
+
+    run_generate(_parse(GenerateOptions, args, "geojax generate"))
     return 0
 
 
@@ -157,10 +195,16 @@ def plan(args: list[str]) -> int:
 
 
 def profile(args: list[str]) -> int:
-    """Time steps here: geojax profile strategies PRESET, geojax profile trace PRESET."""
+    """Time steps, or find how deep prefixes may be shared: profile strategies, trace, depth."""
     known = {"strategies": _ProfileStrategies, "trace": _ProfileTrace}
+    if args and args[0] == "depth":
+        from geojax.bicache.table import DepthOptions, run_depth
+
+        run_depth(_parse(DepthOptions, args[1:], "geojax profile depth"))
+        return 0
     if not args or args[0] not in known:
-        raise ConfigError(f"geojax profile wants one of {list(known)}, not {(args or [''])[0]!r}")
+        every = [*known, "depth"]
+        raise ConfigError(f"geojax profile wants one of {every}, not {(args or [''])[0]!r}")
     if len(args) < 2 or args[1].startswith("-"):
         return _presets_help(f"profile {args[0]}", args[1:])
     options = _parse_config(known[args[0]], args[1:], f"profile {args[0]}")
@@ -186,6 +230,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "eval": evaluate,
     "demo": demo,
     "bench": bench,
+    "generate": generate,
 }
 
 
@@ -195,7 +240,7 @@ def main(args: list[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help"):
         print("usage: geojax COMMAND ...\n\ncommands:")
         for name, command in COMMANDS.items():
-            print(f"  {name:<8}{(command.__doc__ or '').splitlines()[0]}")
+            print(f"  {name:<9}{(command.__doc__ or '').splitlines()[0]}")
         print("\n`geojax COMMAND --help` says more.")
         return 0 if args else 2
     try:
@@ -272,6 +317,19 @@ class _Bench(_Jobs):
 
 
 @dataclass(frozen=True)
+class _BenchCona(_Jobs):
+    """CONA against fixed strategies, a warm-up by hand and an oracle; says first what it costs.
+    Resumable: start it again to go on."""
+
+    out: Path = Path("runs/bench-cona")
+    """Folder of the runs, pictures and report.json."""
+    models: tuple[str, ...] = ("gpt", "bert", "llama")
+    """Which."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Which, all models of one before the next."""
+
+
+@dataclass(frozen=True)
 class _Tune(_Jobs):
     """Twelve settings of each method's optimizers, on held-out text of its own."""
 
@@ -334,18 +392,37 @@ class _Convert:
 
 @dataclass(frozen=True)
 class _Eval:
-    """Perplexity of converted weights on held-out text."""
+    """Perplexity of a model's weights on held-out text, or multiple choice with --tasks."""
 
     folder: tyro.conf.Positional[Path]
-    """Folder that `geojax convert` wrote, or of a Hugging Face checkpoint."""
+    """Folder that `geojax convert` wrote, or of a Hugging Face checkpoint; with --tasks of a run,
+    too."""
     data: DataConfig = DataConfig(seq_len=512)
     """Text; the tokenizer is the folder's own."""
     sequences: int = 128
     """Held-out sequences, from the first."""
     batch: int = 4
     """Sequences at once."""
+    draws: int = 1
+    """Masks that each sequence is scored under, of a model that fills masks."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of multiple choice, or `all`; docs/eval.md says which there are."""
+    items: int = 250
+    """Items of each task, always the same ones."""
+    samples: int = 0
+    """Masks that each choice is scored under, of a diffusion model; 0: 32."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights and of the computation."""
+    batch_tokens: int = 2048
+    """Tokens at once."""
+    out: Path | None = None
+    """Folder for each item's answer; a second start goes on where the first one stopped."""
     json: Path | None = None
-    """File for the figures."""
+    """File for the figures; unset: results.json in --out."""
+
+
+_OF_PERPLEXITY = ("data", "sequences", "batch", "draws")
+_OF_TASKS = ("items", "samples", "dtype", "batch_tokens", "out")
 
 
 def _parse[T](options: type[T], args: list[str], prog: str, default: T | None = None) -> T:

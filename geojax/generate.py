@@ -101,7 +101,7 @@ def _prompts(options: GenerateOptions) -> Iterator[Prompt]:
     if options.file.suffix != ".jsonl":
         yield Prompt(text, options.suffix)
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield _record(line, f"{options.file}:{number}", options.suffix)
 

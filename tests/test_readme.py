@@ -33,6 +33,8 @@ def test_every_command_in_readme_works(tmp_path, monkeypatch, capsys):
         "plan",
         "convert",
         "eval",
+        "generate",
+        "profile",
     }
     monkeypatch.chdir(tmp_path)
     for command in commands:
@@ -53,6 +55,7 @@ def test_every_command_in_readme_works(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "pictures" / "gantt.png").exists()
     assert (tmp_path / "runs" / "myrun" / "metrics.jsonl").exists()
     assert (tmp_path / "weights" / "model.safetensors").exists()
+    assert (tmp_path / "depths.png").exists()
 
 
 def test_make_targets_in_readme_exist():

@@ -27,7 +27,7 @@ from geojax.bicache.policy import get_policy
 from geojax.bicache.store import Builder
 from geojax.bicache.table import read_table
 from geojax.config import require
-from geojax.data import tasks
+from geojax.data import TaskSet, tasks
 from geojax.diffusion.load import Model, load
 from geojax.diffusion.request import Request, SamplingConfig
 from geojax.track.environment import machine
@@ -136,6 +136,7 @@ def run_bicache(options: BicacheOptions) -> list[Result]:
                 task,
                 share,
                 [r for r in results if (r.cell.task, r.cell.share) == (task, share)],
+                depths,
             )
     content = {
         "machine": machine(),
@@ -160,7 +161,6 @@ def cells(
     yield Cell(task, share, "dual", None, None)
     yield Cell(task, share, "full", None, layers, builder)
     if depths is not None:
-        yield Cell(task, share, "bicache", every, depths.at(share), builder)
         yield Cell(task, share, "bicache-dual", None, depths.at(share), builder)
     for depth in range(1, layers):
         yield Cell(task, share, "bicache", every, depth, builder)
@@ -168,10 +168,7 @@ def cells(
 
 def answer(cell: Cell, model: Model, rows: tasks.TaskRows, steps: int) -> np.ndarray:
     """Whether each row's answer is right [b]."""
-    layers = model.config.layers
-    depths = None if cell.depth is None else Depths(((0.0, cell.depth),))
-    if cell.depth in (None, 0) or cell.policy == "full":
-        depths = Depths(((0.0, layers),)) if cell.policy == "full" else Depths(((0.0, 0),))
+    depths = Depths(((0.0, cell.depth or 0),))
     engine = Engine(
         model.sampler(),
         get_policy(cell.policy, cell.every),
@@ -195,8 +192,12 @@ def answer(cell: Cell, model: Model, rows: tasks.TaskRows, steps: int) -> np.nda
 
 def _cached(folder: Path, cell: Cell, model: Model, rows: tasks.TaskRows, steps: int) -> np.ndarray:
     path = folder / f"{cell.name}.json"
-    facts = {"count": len(rows.tokens), "steps": steps, "seq_len": rows.tokens.shape[1]}
-    facts["revision"] = model.revision
+    facts: dict[str, Any] = {
+        "count": len(rows.tokens),
+        "steps": steps,
+        "seq_len": rows.tokens.shape[1],
+    }
+    facts |= {"revision": model.revision, "tasks": TaskSet.folder.name}
     if path.exists():
         known = json.loads(path.read_text())
         if {name: known.get(name) for name in facts} == facts:
@@ -216,11 +217,16 @@ def _result(cell: Cell, right: np.ndarray, plain: np.ndarray) -> Result:
         share,
         math.sqrt(share * (1 - share) / count),
         float(losses.mean()),
-        float(losses.mean()) + _Z * spread,
+        # Where no answer differs, the rule of three: 3 / n bounds what was never seen.
+        max(float(losses.mean()) + _Z * spread, 3 / count),
     )
 
 
-def _show(console: Console, task: str, share: float, results: list[Result]) -> None:
+def _show(
+    console: Console, task: str, share: float, results: list[Result], depths: Depths | None
+) -> None:
+    """A star marks the depth of the table."""
+    at = depths.at(share) if depths else None
     table = Table(
         "policy",
         "depth",
@@ -235,7 +241,7 @@ def _show(console: Console, task: str, share: float, results: list[Result]) -> N
         label = r.cell.policy if r.cell.every is None else f"{r.cell.policy}, every {r.cell.every}"
         table.add_row(
             label,
-            "" if r.cell.depth is None else str(r.cell.depth),
+            "" if r.cell.depth is None else f"{r.cell.depth}{' *' if r.cell.depth == at else ''}",
             f"{r.accuracy:.1%} +- {r.error:.1%}",
             f"{r.loss:+.1%}",
             f"{r.bound:+.1%}",

@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from geojax.bicache.paged import attend_paged, gather, row_places, tokens_at, write
 from geojax.bicache.pages import Pool
-from geojax.bicache.policy import Window
+from geojax.bicache.policy import Reach
 from geojax.diffusion.canvas import Canvas, Rules, commit, window
 from geojax.diffusion.forward import read_window
 from geojax.models.transformer import Inputs, Params, Transformer
@@ -50,6 +50,8 @@ class Rows(NamedTuple):
     """As in Policy."""
     since: Int[Any, " b"]
     """Steps since the last refresh; 0: the next step is one."""
+    watched: Bool[Any, " b"]
+    """Rows before whose refreshes a call ends, so that the next one can look at them."""
     probes: Int[Any, "b n"]
     """Positions of the prefix that are looked at in a refresh; n is 0 where nobody looks."""
     probe_slots: Int[Any, "b n"]
@@ -71,6 +73,8 @@ class Carry(NamedTuple):
     work: Work
     drift: Float[Array, " b"]
     """The largest that was seen; see `drift_of`."""
+    steps: Int[Array, ""]
+    """Taken in this call."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class Denoiser:
     suffix_rows: int
     window_rows: int
     """Of the widest block."""
-    reach: Window
+    reach: Reach
     """Which rows run between refreshes."""
 
     def run(
@@ -97,21 +101,21 @@ class Denoiser:
         forbidden: Bool[Array, " V"],
         end_ids: Bool[Array, " V"],
     ) -> Carry:
-        """Up to `steps` steps, fewer where all rows are done before."""
+        """Up to `steps` steps, fewer where all rows are done before, or a watched one is due."""
 
-        def wanted(carry):
-            i, state = carry
-            return (i < steps) & ~jnp.all(state.canvas.done)
+        def wanted(state: Carry):
+            due = jnp.any(rows.watched & (state.since == 0) & ~state.canvas.done)
+            left = (state.steps < steps) & ~jnp.all(state.canvas.done)
+            return left & ((state.steps == 0) | ~due)
 
-        def one(carry):
-            i, state = carry
+        def one(state: Carry):
             now = rows._replace(since=state.since)
-            return i + 1, self._step(params, state, now, rules, forbidden, end_ids)
+            return self._step(params, state, now, rules, forbidden, end_ids)
 
         zero = jnp.zeros((), jnp.float32)
         drift = jnp.zeros(len(rows.since), jnp.float32)
-        begin = Carry(pool, canvas, rows.since, Work(zero, zero, zero), drift)
-        return lax.while_loop(wanted, one, (0, begin))[1]
+        begin = Carry(pool, canvas, rows.since, Work(zero, zero, zero), drift, jnp.int32(0))
+        return lax.while_loop(wanted, one, begin)
 
     def _step(self, params, state: Carry, rows: Rows, rules, forbidden, end_ids) -> Carry:
         canvas = state.canvas
@@ -134,7 +138,8 @@ class Denoiser:
         since = jnp.where(due | (new.block != canvas.block), 0, rows.since + 1)
         since = jnp.where(canvas.done, rows.since, since)
         work = Work(*map(jnp.add, state.work, work))
-        return Carry(pool, new, since, work, jnp.maximum(state.drift, drift))
+        drift = jnp.maximum(state.drift, drift)
+        return Carry(pool, new, since, work, drift, state.steps + 1)
 
     def _whole(self, params, pool: Pool, rows: Rows, canvas, rules, seen, refresh):
         """All rows of the suffix, and of the prefix in layers from the least depth on.

@@ -36,8 +36,8 @@ class Depths:
             )
 
     def at(self, share: float) -> int:
-        """Layers that a prefix of this share is shared in."""
-        place = bisect_right([s for s, _ in self.steps], share)
+        """Layers that a prefix of this share, rounded to hundredths, is shared in."""
+        place = bisect_right([s for s, _ in self.steps], round(share, 2))
         return self.steps[place - 1][1] if place else 0
 
     @property

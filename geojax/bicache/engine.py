@@ -8,6 +8,7 @@ serve all requests.
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,14 +18,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Array, Int, Int32
 
 from geojax.bicache.build import Build
 from geojax.bicache.denoise import Carry, Denoiser, Rows
 from geojax.bicache.depth import Depths, Guard
+from geojax.bicache.lookup import Lookup
 from geojax.bicache.pages import (
     PAGE,
+    NoPagesError,
     Pages,
+    Pool,
     hidden_page_bytes,
     kv_page_bytes,
     make_pool,
@@ -33,9 +37,9 @@ from geojax.bicache.pages import (
 from geojax.bicache.policy import Policy
 from geojax.bicache.store import Builder, Entry, Store
 from geojax.config import require
-from geojax.diffusion.canvas import Canvas, Rules, begin
+from geojax.diffusion.canvas import Canvas, Rules, begin, power_of_two
 from geojax.diffusion.request import Request, check
-from geojax.diffusion.sampler import Answer, Progress, Sampler
+from geojax.diffusion.sampler import Answer, Progress, Sampler, require_numbers
 
 _FEWEST_ROWS = 64  # of a suffix
 _NARROWEST = 32  # window
@@ -59,7 +63,7 @@ class Job:
         return sum(self.segments)
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """A request that is being answered."""
 
@@ -81,6 +85,11 @@ class Slot:
     @property
     def done(self) -> bool:
         return bool(self.canvas.done[0])
+
+    @property
+    def broken(self) -> bool:
+        """Whether the model gave it logits that are no numbers; then there is no answer."""
+        return bool(self.canvas.broken[0])
 
 
 class Shape(NamedTuple):
@@ -107,7 +116,7 @@ class Sizes:
 
 
 class Engine:
-    """Answers jobs under one policy."""
+    """Answers jobs under one policy. Threads may share it: one of them computes at a time."""
 
     def __init__(
         self,
@@ -127,7 +136,14 @@ class Engine:
             f"policy {policy.name!r} shares prefixes, and nothing says how deep; make a table with "
             "`geojax profile depth`, or give Depths",
         )
+        deepest = max(depths.distinct, default=0) if depths else 0
+        require(
+            deepest <= config.layers,
+            f"the table shares {deepest} layers, and the model has {config.layers}; make one for "
+            "this model with `geojax profile depth`",
+        )
         self.sampler, self.policy, self.builder = sampler, policy, builder
+        self._lock = threading.RLock()
         self.depths = Depths(((0.0, config.layers),)) if policy.whole else depths
         self.page = sizes.page
         kv_page = kv_page_bytes(config, sampler.dtype, self.page)
@@ -150,6 +166,7 @@ class Engine:
         self.guard = guard
         self.retreats = 0
         """Requests that stopped sharing, as the guard saw them drift."""
+        self.lookup = Lookup(self.store, self.page, self.page)
         self.work = {"suffix": 0.0, "prefix": 0.0, "probes": 0.0}
         """Row-layers computed so far, builds apart (`store.counts.built_rows`)."""
         self._used: set[Any] = set()
@@ -177,6 +194,7 @@ class Engine:
                 slots.append(self.admit(job))
             while not all(slot.done for slot in slots):
                 self.run(slots, steps_a_call)
+                require_numbers(np.array([slot.broken for slot in slots]))
                 if on_step:
                     on_step(self.progress(slots))
             return [self.result(slot) for slot in slots]
@@ -184,11 +202,29 @@ class Engine:
             for slot in slots:
                 self.leave(slot)
 
+    def segments(
+        self, request: Request, salt: str = "", ends: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        """Segments of a request's prefix: those that end at `ends`, or else what `Lookup` finds,
+        where prefixes are built alone."""
+        hidden = np.asarray(request.tokens) == self.sampler.mask_id
+        most = int(hidden.argmax()) - self.sampler.model.config.shifted
+        given = np.asarray(request.tokens)[: max(most, 0)]
+        if not ends and self.builder != "prefix":
+            return ()
+        with self._lock:
+            return self.lookup.segments(given, salt, self.builder, ends)
+
     def admit(self, job: Job) -> Slot:
         """Take memory for a job, and build of its prefix what is not stored.
 
-        ConfigError where the model cannot answer it; NoPagesError where memory is short.
+        ConfigError where the model cannot answer it, or memory would not do for it alone;
+        NoPagesError where others have too much of it.
         """
+        with self._lock:
+            return self._admit(job)
+
+    def _admit(self, job: Job) -> Slot:
         config, request = self.sampler.model.config, job.request
         check(request, config, self.sampler.mask_id)
         require(
@@ -203,6 +239,7 @@ class Engine:
         depth = self._depth(prefix, len(request.tokens))
         chain: list[Entry] = []
         shared = bool(prefix and self.policy.shared and depth)
+        self._check_memory(job, prefix, depth, shared)
         if shared:
             chain = self.store.acquire(
                 self._segments(job), job.salt, self._builder(job), partial(self._build, job)
@@ -215,54 +252,71 @@ class Engine:
 
     def leave(self, slot: Slot) -> None:
         """Give back what a slot holds; once."""
-        self.kv.give(slot.own)
-        self.store.release(slot.chain)
-        slot.own, slot.chain = np.zeros(0, np.int32), []
+        with self._lock:
+            if slot.broken:  # its pages go to others, for whom they must hold numbers
+                ids = np.zeros(power_of_two(len(slot.own)), np.int32)
+                ids[: len(slot.own)] = slot.own
+                self.pool = _cleared(self.pool, ids)
+            self.kv.give(slot.own)
+            self.store.release(slot.chain)
+            slot.own, slot.chain = np.zeros(0, np.int32), []
 
     def run(self, slots: Sequence[Slot], steps: int | None = None) -> None:
-        """Some denoising steps of all slots, by default up to the next refresh.
+        """Some denoising steps of all slots, by default 16, or up to the next refresh where that is
+        later.
 
-        Where a guard watches, the first is a call of its own.
+        Where a guard watches, refreshes are calls of their own.
         """
-        steps = steps or self.policy.every or _QUANTUM
-        watched = [s for s in slots if self._watched(s)]
-        if watched:
-            before = [(slot.canvas, slot.since) for slot in slots]
-            drift = self._run(slots, 1, probes=True)
-            for slot, seen, state in zip(slots, drift, before, strict=True):
-                if slot in watched and seen > self.guard_bound(slot):
-                    slot.canvas, slot.since = state
+        left = steps or max(self.policy.every, _QUANTUM)
+        with self._lock:
+            while left > 0 and not all(slot.done for slot in slots):
+                watched = [self._watched(slot) and slot.since == 0 for slot in slots]
+                before = [(slot.canvas, slot.since) for slot in slots]
+                drift, taken = self._run(slots, 1 if any(watched) else left, any(watched))
+                left -= taken
+                # What is no number is too far as well.
+                far = [
+                    slot
+                    for slot, look, seen in zip(slots, watched, drift, strict=True)
+                    if look and not seen <= self.guard_bound(slot)
+                ]
+                for slot in far:
+                    slot.canvas, slot.since = before[slots.index(slot)]
+                for slot in far:
                     self._retreat(slot)
-            steps -= 1
-        if steps and not all(slot.done for slot in slots):
-            self._run(slots, steps, probes=False)
 
     def guard_bound(self, slot: Slot) -> float:
         """The drift from which on a slot stops sharing."""
         return self.guard.bound(slot.depth) if self.guard else math.inf
 
     def _watched(self, slot: Slot) -> bool:
-        return bool(slot.chain and not slot.done and slot.since == 0) and math.isfinite(
-            self.guard_bound(slot)
-        )
+        return bool(slot.chain and not slot.done) and math.isfinite(self.guard_bound(slot))
 
     def _retreat(self, slot: Slot) -> None:
-        """A prefix of its own from now on, all layers refreshed."""
-        pages = len(slot.counts)
-        self.store.make_room(slot.depth * pages)
+        """A prefix of its own from now on, all layers refreshed; where there is no memory for it,
+        nothing is reused between steps either."""
+        pages, layers = len(slot.counts), self.sampler.model.config.layers
+        self.store.release(slot.chain)
+        slot.chain, slot.since = [], 0
+        self.retreats += 1
+        try:
+            self.store.make_room(slot.depth * pages, salt=slot.job.salt)
+        except NoPagesError:
+            if self.policy.window != "suffix":
+                raise
+            slot.counts = slot.hidden = np.zeros(0, np.int32)
+            slot.table, slot.depth, slot.every = np.zeros((layers, 0), np.int32), layers, 1
+            return
         more = self.kv.take(slot.depth * pages)
         slot.table[: slot.depth] = more.reshape(slot.depth, pages)
-        slot.own = np.concatenate([slot.own, more])
-        self.store.release(slot.chain)
-        slot.chain, slot.depth, slot.since = [], 0, 0
-        self.retreats += 1
+        slot.own, slot.depth = np.concatenate([slot.own, more]), 0
 
-    def _run(self, slots: Sequence[Slot], steps: int, probes: bool) -> np.ndarray:
-        """The drift of each slot [b]; 0 without probes."""
+    def _run(self, slots: Sequence[Slot], steps: int, probes: bool) -> tuple[np.ndarray, int]:
+        """The drift of each slot [b], 0 without probes; and steps taken."""
         shape = self.shape(slots)
         carry = self._call(shape, *self._assemble(slots, shape, probes), steps)
-        canvas, since, work, drift = jax.device_get(
-            (carry.canvas, carry.since, carry.work, carry.drift)
+        canvas, since, work, drift, taken = jax.device_get(
+            (carry.canvas, carry.since, carry.work, carry.drift, carry.steps)
         )
         for name in self.work:
             self.work[name] += float(getattr(work, name))
@@ -270,9 +324,10 @@ class Engine:
             row = Canvas(*(np.asarray(x)[i : i + 1] for x in canvas))
             slot.canvas = row._replace(tokens=row.tokens[:, : len(slot.job.request.tokens)])
             slot.since = int(since[i])
-        return drift[: len(slots)]
+        return drift[: len(slots)], int(taken)
 
     def _call(self, shape: Shape, rows: Rows, canvas: Canvas, rules: Rules, steps: int) -> Carry:
+        self._used.add((shape, rows.probes.shape[1]))
         carry = self._program(shape)(
             self.sampler.params, self.pool, rows, canvas, rules, np.int32(steps)
         )
@@ -305,10 +360,10 @@ class Engine:
         )
         pages = max(len(s.counts) for s in slots)
         return Shape(
-            _power_of_two(len(slots)),
-            _power_of_two(pages) if pages else 0,
-            max(_power_of_two(suffix), _FEWEST_ROWS),
-            max(_power_of_two(widest), _NARROWEST),
+            power_of_two(len(slots)),
+            power_of_two(pages) if pages else 0,
+            max(power_of_two(suffix), _FEWEST_ROWS),
+            max(power_of_two(widest), _NARROWEST),
         )
 
     def warm(
@@ -323,14 +378,14 @@ class Engine:
         shared = self.policy.name != "none"
         most = pages_of(prefix, self.page) + segments - 1
         pages = [0, *_powers(1, most)] if prefix and shared else [0]
-        window = max(_power_of_two(block), _NARROWEST)
         watched = (False, True) if self.guard and self.guard.bounds else (False,)
-        for count in sorted({_power_of_two(n) for n in rows}):
+        for count in sorted({power_of_two(n) for n in rows}):
             for behind in pages:
                 for length in _powers(_FEWEST_ROWS, suffix):
-                    for probes in watched if behind else (False,):
-                        shape = Shape(count, behind, length, window)
-                        self._call(shape, *self._assemble([], shape, probes), 1)
+                    for window in _powers(_NARROWEST, block):
+                        for probes in watched if behind else (False,):
+                            shape = Shape(count, behind, length, window)
+                            self._call(shape, *self._assemble([], shape, probes), 1)
         if self.policy.shared and prefix:
             masks = _powers(1, suffix) if self.builder == "canvas" else [0]
             for own in pages[1:]:
@@ -358,6 +413,26 @@ class Engine:
             + (", and its last token predicts that" if shifted else ""),
         )
 
+    def _check_memory(self, job: Job, prefix: int, depth: int, shared: bool) -> None:
+        """ConfigError where the pool is too small for the job alone."""
+        layers = self.sampler.model.config.layers
+        parts = job.segments if shared else (prefix,) if prefix else ()
+        pages = sum(pages_of(rows, self.page) for rows in parts)
+        stored = self.store_depth * pages if shared else 0
+        own = (layers - depth) * pages if prefix else 0
+        if self.policy.window != "suffix":
+            own += layers * pages_of(len(job.request.tokens) - prefix, self.page)
+        require(
+            stored + own <= self.kv.count - 1,
+            f"a request of {len(job.request.tokens)} tokens, {prefix} of them prefix, takes "
+            f"{stored + own} pages, and there are {self.kv.count - 1}; raise kv_bytes",
+        )
+        require(
+            self.store.quota is None or stored <= self.store.quota,
+            f"a prefix of {prefix} tokens takes {stored} pages, and a tenant's quota is "
+            f"{self.store.quota}; raise quota_bytes",
+        )
+
     def _depth(self, prefix: int, length: int) -> int:
         layers = self.sampler.model.config.layers
         if not prefix:
@@ -373,7 +448,7 @@ class Engine:
 
     def _canvas(self, job: Job) -> int:
         """Masks that a build sees behind a segment, in buckets."""
-        return _power_of_two(len(job.request.tokens) - job.prefix)
+        return power_of_two(len(job.request.tokens) - job.prefix)
 
     def _builder(self, job: Job) -> str:
         return self.builder if self.builder == "prefix" else f"canvas {self._canvas(job)}"
@@ -381,8 +456,8 @@ class Engine:
     def _build(self, job: Job, entry: Entry) -> None:
         parents = sum(e.kv.shape[1] for e in entry.chain()[:-1])
         self._build_pages(
-            _power_of_two(pages_of(entry.rows, self.page)),
-            _power_of_two(parents) if parents else 0,
+            power_of_two(pages_of(entry.rows, self.page)),
+            power_of_two(parents) if parents else 0,
             self._canvas(job) if self.builder == "canvas" else 0,
             entry,
         )
@@ -432,7 +507,7 @@ class Engine:
         if self.policy.window != "suffix":
             behind = pages_of(len(job.request.tokens) - prefix, page)
         wanted = (layers - depth) * pages + layers * behind
-        self.store.make_room(wanted)
+        self.store.make_room(wanted, salt=job.salt)
         own = self.kv.take(wanted)
         table, hidden = np.zeros((layers, pages), np.int32), np.zeros(pages, np.int32)
         table[depth:] = own[: (layers - depth) * pages].reshape(layers - depth, pages)
@@ -472,6 +547,7 @@ class Engine:
             suffix=np.zeros((layers, b, behind), np.int32),
             every=np.ones(b, np.int32),
             since=np.ones(b, np.int32),
+            watched=np.zeros(b, bool),
             probes=np.zeros((b, watch), np.int32),
             probe_slots=np.zeros((b, watch), np.int32),
         )
@@ -485,6 +561,7 @@ class Engine:
                 whole[i] = part[0]
             rows.prefix[i], rows.depth[i] = self._prefix(slot), slot.depth
             rows.every[i], rows.since[i] = slot.every, slot.since
+            rows.watched[i] = self._watched(slot)
             pages = len(slot.counts)
             rows.table[:, i, :pages], rows.counts[i, :pages] = slot.table, slot.counts
             rows.hidden[i, :pages] = slot.hidden
@@ -499,7 +576,6 @@ class Engine:
 
     def _program(self, shape: Shape) -> Callable[..., Carry]:
         sampler = self.sampler
-        self._used.add(shape)
         denoiser = Denoiser(
             sampler.model,
             sampler.mask_id,
@@ -521,6 +597,11 @@ def _compiled(program: Denoiser | Build) -> Callable[..., Any]:
     return jax.jit(program.run, donate_argnums=1)
 
 
+@partial(jax.jit, donate_argnums=0)
+def _cleared(pool: Pool, ids: Int[Array, " n"]) -> Pool:
+    return pool._replace(k=pool.k.at[ids].set(0), v=pool.v.at[ids].set(0))
+
+
 def _page_counts(rows: int, page: int) -> Int32[np.ndarray, " j"]:
     """Rows of each page of a segment."""
     at = np.arange(pages_of(rows, page)) * page
@@ -529,11 +610,7 @@ def _page_counts(rows: int, page: int) -> Int32[np.ndarray, " j"]:
 
 def _powers(least: int, most: int) -> list[int]:
     """Powers of two from `least` up to the first that holds `most`."""
-    found = [_power_of_two(least)]
+    found = [power_of_two(least)]
     while found[-1] < most:
         found.append(2 * found[-1])
     return found
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()

@@ -23,7 +23,7 @@ from typing import Literal
 
 from geojax.config import ConfigError, require
 
-Window = Literal["suffix", "rest", "block"]
+Reach = Literal["suffix", "rest", "block"]
 """Rows that run between refreshes: all after the prefix, those from the block on, or the block."""
 
 
@@ -32,7 +32,7 @@ class Policy:
     name: str
     shared: bool
     """Whether a store's keys and values stand for the prefix in shallow layers."""
-    window: Window
+    window: Reach
     every: int
     """Steps from one refresh to the next; 0: only where a block begins."""
     whole: bool = False

@@ -8,8 +8,7 @@ which tenants are kept apart. A first 100 tokens that were built together with 9
 prefix of another request, so segments are whole, and a chain of them is what a prefix is.
 
 Invariant: what an entry holds follows from its key. An entry with children or users is never
-evicted; a tenant evicts its own entries only, once it is at its quota, and everybody's oldest
-otherwise.
+evicted. The oldest others are, and under quotas a tenant's own before anybody else's.
 """
 
 import hashlib
@@ -60,8 +59,11 @@ class Entry:
 
     def chain(self) -> "list[Entry]":
         """From the first segment to this one."""
-        before = self.parent.chain() if self.parent else []
-        return [*before, self]
+        found, entry = [], self
+        while entry:
+            found.append(entry)
+            entry = entry.parent
+        return found[::-1]
 
 
 @dataclass
@@ -93,7 +95,7 @@ class Store:
         `revision` names the model and the type; `quota_pages`: key/value pages a salt may hold."""
         self._kv, self._hidden, self._page = kv, hidden, page
         self._depth, self._depths, self._revision = depth, depths, revision
-        self._quota = quota_pages
+        self.quota = quota_pages
         self._entries: dict[bytes, Entry] = {}
         self._clock = 0
         self._lock = threading.RLock()
@@ -165,22 +167,27 @@ class Store:
                 if entry.salt == salt and entry.ready.is_set():
                     parent = entry.parent.key if entry.parent else None
                     by_parent.setdefault(parent, []).append(entry)
-        found, at, parent, segments = [], 0, None, list[np.ndarray]()
-        while True:
-            fits = [
-                entry
-                for entry in by_parent.get(parent, [])
-                if (ends is None or at + entry.rows in ends)
-                and at + entry.rows <= len(given)
-                and np.array_equal(entry.tokens, given[at : at + entry.rows])
-                and self.keys([*segments, entry.tokens], salt, builder)[-1] == entry.key
-            ]
-            if not fits:
-                return found
-            best = max(fits, key=lambda entry: entry.rows)
-            at, parent = at + best.rows, best.key
-            segments.append(best.tokens)
-            found.append(at)
+        first = {entry.key for entry in by_parent.get(None, [])}
+        best, open_ = list[int](), list[tuple[bytes | None, list[int]]]([(None, [])])
+        while open_:
+            parent, found = open_.pop()
+            at = found[-1] if found else 0
+            if at > (best[-1] if best else 0):
+                best = found
+            for entry in by_parent.get(parent, []):
+                end = at + entry.rows
+                if (
+                    (ends is None or end in ends)
+                    and end <= len(given)
+                    and np.array_equal(entry.tokens, given[at:end])
+                    and (entry.key not in first or self._is_root(entry, salt, builder))
+                ):
+                    open_.append((entry.key, [*found, end]))
+        return best
+
+    def _is_root(self, entry: Entry, salt: str, builder: str) -> bool:
+        """Whether a first segment is of this builder; those after it are then, too."""
+        return self.keys([entry.tokens], salt, builder)[0] == entry.key
 
     def pin(self, chain: Sequence[Entry], pinned: bool = True) -> None:
         """Keep entries whatever else is wanted, or no more."""
@@ -197,19 +204,34 @@ class Store:
                 gone += 1
             return gone
 
-    def make_room(self, kv_pages: int, hidden_pages: int = 0) -> None:
-        """Evict until so many pages are free; NoPagesError where what is in use stands against
-        it."""
+    def make_room(self, kv_pages: int, hidden_pages: int = 0, salt: str | None = None) -> None:
+        """Evict until so many pages are free: under quotas those of `salt` first, the oldest first.
+
+        NoPagesError, and nothing is evicted, where what is in use stands against it.
+        """
         with self._lock:
+            kv, hidden = self._free_at_most()
+            if kv < kv_pages or hidden < hidden_pages:
+                raise NoPagesError(
+                    f"{kv_pages} key/value and {hidden_pages} hidden pages are wanted, "
+                    f"{self._kv.free} and {self._hidden.free} are free, and {kv} and {hidden} can "
+                    "be; wait for requests to end, or raise the pool's bytes"
+                )
             while self._kv.free < kv_pages or self._hidden.free < hidden_pages:
-                victim = self._oldest(lambda entry: True)
-                if victim is None:
-                    raise NoPagesError(
-                        f"{kv_pages} key/value and {hidden_pages} hidden pages are wanted, "
-                        f"{self._kv.free} and {self._hidden.free} are free, and all entries are in "
-                        "use; wait for requests to end, or raise the pool's bytes"
-                    )
+                own = self._oldest(lambda entry: entry.salt == salt) if self.quota else None
+                victim = own or self._oldest(lambda entry: True)
+                assert victim, "there is as much as was counted"
                 self._evict(victim)
+
+    def _free_at_most(self) -> tuple[int, int]:
+        """Pages of each kind that are free, or can be: what neither a user nor a pin keeps."""
+        kept: set[bytes] = set()
+        for entry in self._entries.values():
+            if entry.users or entry.pinned or not entry.ready.is_set():
+                kept |= {e.key for e in entry.chain()}
+        idle = [e for e in self._entries.values() if e.key not in kept]
+        kv, hidden = (sum(getattr(e, name).size for e in idle) for name in ("kv", "hidden"))
+        return self._kv.free + kv, self._hidden.free + hidden
 
     def _hold(self, key: bytes, parent: Entry | None, tokens, salt: str, build) -> Entry:
         with self._lock:
@@ -248,21 +270,21 @@ class Store:
         pages = pages_of(len(tokens), self._page)
         kv, hidden = self._depth * pages, self._depths * pages
         # Its parents are held by the caller, so they stay.
-        if self._quota is not None:
+        if self.quota is not None:
             require(
-                kv <= self._quota,
+                kv <= self.quota,
                 f"a segment of {len(tokens)} tokens takes {kv} pages, more than the quota of "
-                f"{self._quota}; raise it, or send the segment in parts",
+                f"{self.quota}; raise it, or send the segment in parts",
             )
-            while self._held(salt) + kv > self._quota:
+            while self._held(salt) + kv > self.quota:
                 victim = self._oldest(lambda entry: entry.salt == salt)
                 if victim is None:
                     raise NoPagesError(
                         f"salt {salt!r} holds {self._held(salt)} pages, all in use, wants {kv} "
-                        f"more, and its quota is {self._quota}; wait, or raise it"
+                        f"more, and its quota is {self.quota}; wait, or raise it"
                     )
                 self._evict(victim)
-        self.make_room(kv, hidden)
+        self.make_room(kv, hidden, salt)
         entry = Entry(
             key,
             parent,

@@ -7,10 +7,11 @@ others.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 import tyro
 from jaxtyping import Int32
@@ -67,21 +68,26 @@ def run_depth(options: DepthOptions) -> None:
         options.shares and all(0 < share < 1 for share in options.shares),
         f"shares {options.shares} must lie between 0 and 1; use 0.5 0.7 0.9",
     )
+    require(
+        len(set(options.shares)) == len(options.shares),
+        f"shares {options.shares} name one twice; leave one of them out",
+    )
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     model, console = load(options.model), Console(highlight=False)
+    params = jax.device_put(model.params)
     profiles = []
     for share in sorted(options.shares):
         sequences, first_mask = _requests(model, options, share)
-        profiles.append(
-            profile_share(
-                Transformer(model.config),
-                model.params,
-                sequences,
-                round(share * options.length),
-                model.mask_id,
-                canvas=options.builder == "canvas",
-                first_mask=first_mask,
-            )
+        found = profile_share(
+            Transformer(model.config),
+            params,
+            sequences,
+            round(share * options.length),
+            model.mask_id,
+            canvas=options.builder == "canvas",
+            first_mask=first_mask,
         )
+        profiles.append(replace(found, share=share))
     if options.criterion == "cosine":
         depths = by_cosine(profiles, options.least_cosine)
     else:
@@ -165,7 +171,7 @@ def _requests(
     model: Model, options: DepthOptions, share: float
 ) -> tuple[Int32[np.ndarray, "n s"], int | None]:
     """Whole requests, and where their masks may begin."""
-    if model.tokenizer is None:
+    if model.tokenizer is None and model.mask_id == tasks.MASK:
         each = -(-options.count // len(tasks.TASKS))
         rows = [
             tasks.make_examples(task.name, share, each, 1, options.length) for task in tasks.TASKS
@@ -173,7 +179,7 @@ def _requests(
         return np.concatenate([r.tokens for r in rows]), int(rows[0].answer_start[0])
     path = model.folder / TOKENIZER
     require(
-        path.is_file(),
+        model.tokenizer is not None and path.is_file(),
         f"{model.folder} has no {TOKENIZER} beside its weights; convert the run with `geojax "
         "convert`, and profile what that wrote",
     )

@@ -168,6 +168,12 @@ class DataConfig:
     """Order of the training sequences, and their masks."""
 
     def __post_init__(self):
+        examples = self.source.prompt_field or self.source.kind == "tasks"
+        require(
+            not (self.document_mask and examples),
+            "data.document_mask is of documents packed into one sequence, and examples are a "
+            "sequence each; leave it unset",
+        )
         require(self.seq_len >= 1, f"data.seq_len {self.seq_len} must be at least 1")
         require(
             0 < self.valid_fraction < 1,

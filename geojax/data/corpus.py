@@ -156,6 +156,8 @@ def _fingerprint(config: DataConfig, cache: Path) -> str:
     digest = hashlib.sha256(
         f"{FORMAT} {tokenizer_key(config.tokenizer)} {config.valid_fraction}".encode()
     )
+    if config.source.prompt_field:
+        digest.update(b"examples")
     places = []
     for document in iter_documents(config.source, cache):
         digest.update(hashlib.sha256(_whole(document).encode()).digest())

@@ -10,8 +10,11 @@ all rows of a canvas may be decoded at once.
 
 Each symbol of a prefix is the one before it plus one of four steps, so that a hidden one can be
 restored from those beside it. Answer i is a function of the prefix from its row P - 12 page - 6 + i
-on: pages are counted from the prefix's end, where they lie equally far from any canvas. A key says
-which symbols point far, so that a prefix row's part in a chain is known with the request only.
+on: pages are counted from the prefix's end, so that they lie equally far from every canvas.
+
+The key says in chains which symbols point how far on, and in a prefix with blanks which symbol each
+blank repeats. Blanks are filled where they are, by rows of the prefix itself, which know how with
+the request only: what such a row holds in deep layers is not that of the prefix alone.
 
 Shapes: b rows, T tokens a row.
 """
@@ -37,7 +40,7 @@ PAGE = 12
 PAGES = 3
 KEYS = 7
 GAP = 4
-"""Rows from a hole to the next; a key points back by fewer."""
+"""Rows from a blank to the next. A blank repeats the symbol 1 + key % 3 rows before it."""
 REACH = 6
 """Rows after its own that an answer may depend on."""
 SHORTEST = 1 + PAGE + REACH
@@ -75,19 +78,19 @@ TASKS = (
     Task("hop1", _chain(1)),
     Task("hop2", _chain(2)),
     Task("hop3", _chain(3)),
-    # Of a prefix with holes in it, each of which stands for the symbol 1 + key % 3 rows before it.
-    Task("mend", lambda window, key: window[..., 0]),
+    # A copy of a page with blanks in it, which are to be filled as well.
+    Task("fill", lambda window, key: window[..., 0]),
 )
 FUNCTION_IDS = SYMBOLS
 """Id that names the first task; the others follow, then pages, then keys."""
 PAGE_IDS = FUNCTION_IDS + len(TASKS)
 KEY_IDS = PAGE_IDS + PAGES
-BEGIN, ASK, END, MASK, HOLE = range(KEY_IDS + KEYS, KEY_IDS + KEYS + 5)
-VOCAB = HOLE + 1
-_MEND = len(TASKS) - 1
+BEGIN, ASK, END, MASK = range(KEY_IDS + KEYS, KEY_IDS + KEYS + 4)
+VOCAB = MASK + 1
+_FILL = len(TASKS) - 1
 
 # Draws of a row: its own, and from _FIRST_STEP on one for each of its places.
-_TOTAL, _SHARE, _KIND, _TASK, _SYMBOL, _PAGE, _KEY, _HOLE, _SHOWN, _FIRST_STEP = range(10)
+_TOTAL, _SHARE, _KIND, _TASK, _SYMBOL, _PAGE, _KEY, _BLANK, _FIRST_STEP = range(9)
 _SHARES = (0.45, 0.92)  # of a request's tokens that are its prefix
 _EXAMPLES = 1 << 32  # what seeds of examples are moved by, so that no training row is among them
 
@@ -98,6 +101,7 @@ class TaskRows(NamedTuple):
     tokens: Int32[np.ndarray, "b T"]
     """END at padding."""
     maskable: Bool[np.ndarray, "b T"]
+    """What may be hidden; of examples, what is: the canvas, and blanks."""
     real: Bool[np.ndarray, "b T"]
     task: Int32[np.ndarray, "b"]
     """Place in TASKS; -1 for a document, which is a prefix alone."""
@@ -112,13 +116,11 @@ class TaskRows(NamedTuple):
 class Mixture:
     """Shares of training rows."""
 
-    documents: float = 0.15
+    documents: float = 0.1
     """Prefixes alone, of which any token but BEGIN may be hidden."""
     whole: float = 0.1
-    """Requests of which any token but BEGIN may be hidden; of the others, the canvas."""
-    mended: float = 0.5
-    """Of the requests to mend, those whose holes hold what they stand for, and may be hidden."""
-    weights: tuple[float, ...] = (1.0, 1.0, 1.5, 0.7, 0.3, 0.3, 0.3, 2.0)
+    """Requests of which any token but BEGIN may be hidden; of the others, canvas and blanks."""
+    weights: tuple[float, ...] = (1.0, 1.0, 1.5, 0.7, 0.3, 0.3, 0.3, 2.5)
     """How often each task is asked, in the order of TASKS."""
 
     def __post_init__(self):
@@ -151,7 +153,7 @@ def make_rows(
     shares = np.cumsum(mixture.weights) / np.sum(mixture.weights)
     task = np.searchsorted(shares[:-1], draws.unit(_TASK), side="right")
     task, prefix_len = np.where(document, -1, task), np.where(document, total, prefix_len)
-    rows = _rows(draws, task, prefix_len, total, seq_len, mixture.mended)
+    rows = _rows(draws, task, prefix_len, total, seq_len)
     whole = ~document & (kind < mixture.documents + mixture.whole)
     seen = rows.real & (np.arange(seq_len) > 0)
     return rows._replace(maskable=rows.maskable | whole[:, None] & seen)
@@ -160,7 +162,8 @@ def make_rows(
 def make_examples(task: str, share: float, count: int, seed: int, seq_len: int) -> TaskRows:
     """Requests of one task, seq_len tokens each, round(share * seq_len) of them its prefix.
 
-    No training row of any seed below 2**32 is made by the same draws.
+    Example i has the same prefix in every task of one share and seed, but for blanks. No training
+    row of any seed below 2**32 is made by the same draws.
     """
     names = [t.name for t in TASKS]
     require(task in names, f"there is no task {task!r}; use one of {', '.join(names)}")
@@ -172,14 +175,13 @@ def make_examples(task: str, share: float, count: int, seed: int, seq_len: int) 
     )
     draws = _Draws(np.arange(count, dtype=np.uint64), seed + _EXAMPLES)
     same = np.ones(count, np.int64)
-    return _rows(draws, names.index(task) * same, prefix_len * same, seq_len * same, seq_len, 0.0)
+    return _rows(draws, names.index(task) * same, prefix_len * same, seq_len * same, seq_len)
 
 
 def exact_match(rows: TaskRows, decoded: Int32[np.ndarray, "b T"]) -> Bool[np.ndarray, "b"]:
-    """Whether all symbols of each answer are right; what follows them in the canvas is free."""
-    at = np.arange(rows.tokens.shape[1])
-    answer = (at >= rows.answer_start[:, None]) & (at < rows.answer_stop[:, None])
-    return ((decoded == rows.tokens) | ~answer).all(1)
+    """Whether every maskable symbol is right; what follows an answer in its canvas is free."""
+    free = ~rows.maskable | (rows.tokens == END)
+    return ((decoded == rows.tokens) | free).all(1)
 
 
 class _Draws:
@@ -206,7 +208,6 @@ def _rows(
     prefix_len: Int64[np.ndarray, "b"],
     total: Int64[np.ndarray, "b"],
     seq_len: int,
-    mended: float,
 ) -> TaskRows:
     at = np.arange(seq_len)
     request = task >= 0
@@ -215,10 +216,10 @@ def _rows(
     steps = STEPS[below(draws.bits(_FIRST_STEP + at), np.array(len(STEPS)))]
     symbols = (draws.integer(_SYMBOL, 0, SYMBOLS - 1)[:, None] + np.cumsum(steps, 1)) % SYMBOLS
     key = draws.integer(_KEY, 0, KEYS - 1)
-    hole = (at >= GAP) & (at < prefix_len[:, None]) & (task == _MEND)[:, None]
-    hole &= (at + draws.integer(_HOLE, 0, GAP - 1)[:, None]) % GAP == 0
+    blank = (at >= GAP) & (at < prefix_len[:, None]) & (task == _FILL)[:, None]
+    blank &= (at + draws.integer(_BLANK, 0, GAP - 1)[:, None]) % GAP == 0
     source = np.maximum(at - (1 + key % (GAP - 1))[:, None], 0)
-    symbols = np.where(hole, np.take_along_axis(symbols, source, 1), symbols)
+    symbols = np.where(blank, np.take_along_axis(symbols, source, 1), symbols)
     page = draws.integer(_PAGE, 1, np.minimum((prefix_len - 1 - REACH) // PAGE, PAGES))
 
     # What each row would bear, if it were an answer; only those that are one are taken.
@@ -228,8 +229,7 @@ def _rows(
     keys = np.broadcast_to(key[:, None], window.shape[:2])
     answers = np.stack([t.answer(window, keys) for t in TASKS])[task, np.arange(len(task))]
 
-    shown = (draws.unit(_SHOWN) < mended)[:, None]
-    tokens = np.where(at < prefix_len[:, None], np.where(hole & ~shown, HOLE, symbols), END)
+    tokens = np.where(at < prefix_len[:, None], symbols, END)
     tokens[:, 0] = BEGIN
     private = (np.full_like(task, ASK), FUNCTION_IDS + task, PAGE_IDS + page - 1, KEY_IDS + key)
     for i, ids in enumerate(private):
@@ -238,6 +238,6 @@ def _rows(
         )
     tokens = np.where((at >= start[:, None]) & (at < stop[:, None]), answers, tokens)
     real = at < total[:, None]
-    maskable = real & (at >= np.where(request, start, 1)[:, None]) | hole & shown
+    maskable = real & (at >= np.where(request, start, 1)[:, None]) | blank
     ints = (x.astype(np.int32) for x in (task, prefix_len, start, stop))
     return TaskRows(tokens.astype(np.int32), maskable, real, *ints)

@@ -27,11 +27,15 @@ class Canvas(NamedTuple):
     """Where the present block begins."""
     block_masks: Int[Any, " b"]
     """Masks that it began with."""
+    block_steps: Int[Any, " b"]
+    """Steps that it is to take."""
     block_step: Int[Any, " b"]
     """Steps taken in it."""
     steps: Int[Any, " b"]
     """Steps taken in all."""
     done: Bool[Any, " b"]
+    broken: Bool[Any, " b"]
+    """Whether a logit was no number; such a row is done, and what it says means nothing."""
 
 
 class Rules(NamedTuple):
@@ -100,9 +104,13 @@ def begin(
             columns[name][i] = value
     rules = Rules(**columns)
     zeros = np.zeros(rows, np.int32)
-    canvas = Canvas(tokens, rules.begin, zeros, zeros, zeros, done)
-    hidden = _inside(tokens == mask_id, rules.begin, rules.begin + rules.block_size, np)
-    return canvas._replace(block_masks=hidden.sum(1, dtype=np.int32)), rules
+    canvas = Canvas(tokens, rules.begin, zeros, zeros, zeros, zeros, done, np.zeros(rows, bool))
+    hidden = _inside(tokens == mask_id, rules.begin, rules.end, np)
+    first = _inside(hidden, rules.begin, rules.begin + rules.block_size, np).sum(1)
+    steps = steps_of_block(rules.steps, hidden.sum(1), first, np)
+    return canvas._replace(
+        block_masks=first.astype(np.int32), block_steps=steps.astype(np.int32)
+    ), rules
 
 
 def window(canvas: Canvas, rules: Rules, mask_id: int, width: int) -> Window:
@@ -126,10 +134,7 @@ def commit(
     end_ids: Bool[Array, " V"],
 ) -> Canvas:
     """The state after a step that read `seen`."""
-    end = jnp.minimum(canvas.block + rules.block_size, rules.end)
-    span = jnp.maximum(rules.end - rules.begin, 1)
-    offsets = (canvas.block - rules.begin, end - rules.begin)
-    steps = steps_of_block(rules.steps, span, *offsets, canvas.block_masks)
+    steps = jnp.maximum(canvas.block_steps, 1)
     now = fill(
         reading,
         seen.masked,
@@ -149,14 +154,19 @@ def commit(
     block = canvas.block + (first - canvas.block) // rules.block_size * rules.block_size
     moved = block != canvas.block
     ended = _inside(jnp.asarray(end_ids)[tokens], rules.begin, first, jnp).any(1) & rules.ends
-    masks_left = _inside(hidden, block, block + rules.block_size, jnp).sum(1, dtype=jnp.int32)
+    masks = _inside(hidden, block, block + rules.block_size, jnp).sum(1, dtype=jnp.int32)
+    left = hidden.sum(1, dtype=jnp.int32)
+    new_steps = steps_of_block(rules.steps - canvas.steps - 1, left, masks)
+    broken = jnp.any(seen.masked & jnp.isnan(reading.score), axis=1)
     new = Canvas(
         tokens,
         jnp.where(moved, block, canvas.block),
-        jnp.where(moved, masks_left, canvas.block_masks),
+        jnp.where(moved, masks, canvas.block_masks),
+        jnp.where(moved, new_steps, canvas.block_steps),
         jnp.where(moved, 0, canvas.block_step + 1),
         canvas.steps + 1,
-        canvas.done | ended | (first >= rules.end),
+        canvas.done | ended | broken | (first >= rules.end),
+        broken,
     )
     keep = lambda a, b: jnp.where(active.reshape(-1, *[1] * (a.ndim - 1)), a, b)  # noqa: E731
     return Canvas(*(keep(a, b) for a, b in zip(new, canvas, strict=True)))
@@ -165,3 +175,8 @@ def commit(
 def _inside(what, begin, end, np_or_jnp):
     places = np_or_jnp.arange(what.shape[1])
     return what & (places >= begin[:, None]) & (places < end[:, None])
+
+
+def power_of_two(n: int) -> int:
+    """The first that is at least `n`: shapes come in them, so that few programs serve all."""
+    return 1 << max(n - 1, 0).bit_length()

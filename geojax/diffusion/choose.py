@@ -8,7 +8,7 @@ first, so at temperature 0 a step is deterministic.
 Shapes: b requests, w positions of a window, r of them at once, V vocabulary.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +94,9 @@ def fill(
 
     `scheduled`: how many, under policies that have a schedule; `chance`: of each, under origin.
     """
-    score = jnp.where(masked, reading.score, -jnp.inf)
+    # What is no number is filled last, and never waits for ever.
+    numbers = jnp.where(jnp.isnan(reading.score), NEVER, reading.score)
+    score = jnp.where(masked, numbers, -jnp.inf)
     sure = jnp.sum(masked & (score >= threshold[:, None]), axis=-1)
     drawn = jnp.sum(masked & (-score < chance[:, None]), axis=-1)
     counts = jnp.stack([scheduled, jnp.maximum(sure, 1), scheduled, scheduled, drawn])
@@ -113,19 +115,17 @@ def guide(
 
 
 def steps_of_block(
-    steps: Int[Array, " b"],
-    canvas: Int[Array, " b"],
-    begin: Int[Array, " b"],
-    end: Int[Array, " b"],
-    masks: Int[Array, " b"],
-) -> Int[Array, " b"]:
-    """Denoising steps of a block [begin, end) of a canvas that has `steps` in all.
+    steps: Int[Any, " b"],
+    left: Int[Any, " b"],
+    masks: Int[Any, " b"],
+    xp: Any = jnp,
+) -> Int[Any, " b"]:
+    """Denoising steps of a block with `masks` of the `left` masks, where `steps` are left.
 
-    By its share of the canvas, so that blocks' steps add up where each has one at least; never more
-    than its masks, so that no step fills nothing.
+    By its share of the masks, so that blocks' steps add up where each has one at least; never more
+    than its masks, so that no step fills nothing. `xp`: jax.numpy or numpy.
     """
-    share = steps * end // canvas - steps * begin // canvas
-    return jnp.clip(share, 1, jnp.maximum(masks, 1))
+    return xp.clip(steps * masks // xp.maximum(left, 1), 1, xp.maximum(masks, 1))
 
 
 def scheduled_count(

@@ -15,14 +15,16 @@ from geojax.config import require
 from geojax.diffusion.choose import POLICIES
 from geojax.models.config import TransformerConfig
 
+_COLDEST = 1e-3  # logits divided by less may overflow
+
 
 @dataclass(frozen=True)
 class SamplingConfig:
     """How masks are filled."""
 
     steps: int = 0
-    """Denoising steps in all; 0: one for each mask. More than there are masks count as that many.
-    Not of policy threshold, which takes as many as it needs."""
+    """Denoising steps in all; 0: one for each mask. More than there are masks count as that many,
+    and every block takes one at least. Not of policy threshold, which takes as many as it needs."""
     block: int = 32
     """Positions that are filled before those after them; 0: all masks are one block."""
     policy: str = "confidence"
@@ -49,8 +51,9 @@ class SamplingConfig:
         )
         require(0 < self.threshold <= 1, f"threshold {self.threshold} must lie in (0, 1]")
         require(
-            0 <= self.temperature < 100,
-            f"temperature {self.temperature} must lie in [0, 100); 0 is greedy, 1 the model's own",
+            self.temperature == 0 or _COLDEST <= self.temperature < 100,
+            f"temperature {self.temperature} must be 0, which is greedy, or lie in [{_COLDEST}, "
+            "100); 1 is the model's own",
         )
         require(
             0 <= self.guidance < 100,

@@ -16,8 +16,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int32
 
-from geojax.config import require
-from geojax.diffusion.canvas import Canvas, Rules, begin, commit, window
+from geojax.config import RunError, require
+from geojax.diffusion.canvas import Canvas, Rules, begin, commit, power_of_two, window
 from geojax.diffusion.forward import hidden, read_window, rows_of
 from geojax.diffusion.request import Request, check
 from geojax.models.transformer import Params, Transformer
@@ -103,6 +103,7 @@ class Sampler:
             progress = self.progress(canvas, rules, len(requests))
             if on_step:
                 on_step(progress)
+            require_numbers(np.asarray(canvas.broken))
             if progress.done.all():
                 steps = np.asarray(canvas.steps)
                 return [
@@ -114,12 +115,12 @@ class Sampler:
 
     def batch(self, requests: Sequence[Request]) -> tuple[Canvas, Rules, int]:
         """Their state in buckets, on the device, and the window that holds every block."""
-        rows = _power_of_two(len(requests))
+        rows = power_of_two(len(requests))
         longest = max(len(r.tokens) for r in requests)
         positions = max(-(-longest // _POSITION_BUCKET) * _POSITION_BUCKET, _FEWEST_POSITIONS)
         canvas, rules = begin(requests, self.mask_id, rows, positions)
         widest = int(np.minimum(rules.block_size, rules.end - rules.begin).max())
-        return *jax.device_put((canvas, rules)), min(_power_of_two(widest), positions)
+        return *jax.device_put((canvas, rules)), min(power_of_two(widest), positions)
 
     def run(self, canvas: Canvas, rules: Rules, steps: int, width: int, guided: bool) -> Canvas:
         """The state after up to `steps` steps, fewer where all rows are done before.
@@ -200,5 +201,10 @@ class Sampler:
         return Answer(tokens[:stop], tokens[first : min(stop, last + 1)], ended, steps)
 
 
-def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
+def require_numbers(broken: Bool[np.ndarray, " b"]) -> None:
+    """RunError where the model gave a request logits that are no numbers."""
+    if broken.any():
+        raise RunError(
+            f"request {int(np.argmax(broken))} of the batch: the model's logits are not finite; "
+            "look at its weights, or compute in float32"
+        )

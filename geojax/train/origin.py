@@ -34,10 +34,17 @@ def check_origin(meta: dict[str, Any], config: RunConfig, corpus: Corpus | TaskS
     )
     for name, value in ours["identity"].items():
         require(
-            meta["identity"].get(name, value) == value,
+            _same(meta["identity"].get(name, value), value),
             f"{name} in config.json is {value}, but {meta['identity'].get(name)} in the "
             "checkpoint; put it back, or start a new run",
         )
+
+
+def _same(theirs: Any, ours: Any) -> bool:
+    """Settings that an older version did not have are no difference."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        return all(ours[name] == value for name, value in theirs.items() if name in ours)
+    return theirs == ours
 
 
 def _identity(config: RunConfig) -> dict[str, Any]:

@@ -118,12 +118,11 @@ def answer(model, request, policy, mask_id, segments=(), depth=0, masks=0, trace
     since = 0
     for begin in range(first, last, block):
         end = min(begin + block, last)
-        count = int((tokens[begin:end] == mask_id).sum())
+        count, left = (int((tokens[begin:stop] == mask_id).sum()) for stop in (end, last))
         if not count:
             continue
-        since, span, step = 0, last - first, 0
-        share = steps * (end - first) // span - steps * (begin - first) // span
-        share = min(max(share, 1), count)
+        since, step = 0, 0
+        share = min(max(int(steps * count / left), 1), count)
         while (tokens[begin:end] == mask_id).any():
             start = max(begin - c.shifted, prefix)
             suffix = {
@@ -152,8 +151,7 @@ def answer(model, request, policy, mask_id, segments=(), depth=0, masks=0, trace
                 fills = max(int((score >= ask.threshold).sum()), 1)
             best = np.argsort(-score, kind="stable")[:fills]
             tokens[wanted[best]] = probs[best].argmax(-1)
-            step += 1
-            since += 1
+            step, steps, since = step + 1, steps - 1, since + 1
             if policy.every and since >= policy.every:
                 since = 0
     return tokens

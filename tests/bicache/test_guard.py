@@ -102,6 +102,26 @@ def test_a_spoilt_prefix_is_noticed_and_the_answer_is_as_without_it(sampler, gua
     assert any(not np.array_equal(unguarded[i], answers[i]) for i in range(0, len(JOBS), 3))
 
 
+def test_every_refresh_is_watched_and_equal_requests_are_told_apart(sampler, guard):
+    """Blocks begin in the middle of a call; a fault that comes then is seen then."""
+    ids = np.random.default_rng(5).integers(0, 30, LENGTH - 16).tolist()
+    ask = SamplingConfig(block=4)
+    twin = Job(prompt(ids, 16, MASK, ask), (PREFIX - 8,))
+    engine = Engine(sampler, get_policy("bicache", 16), SIZES, DEPTHS, guard=guard)
+    slots = [engine.admit(twin), engine.admit(twin)]
+    engine.run(slots, 1)
+    pages = slots[0].chain[0].hidden[0]
+    spoilt = engine.pool.hidden.at[pages].set(np.nan)
+    engine.pool = engine.pool._replace(hidden=spoilt)
+    while not all(slot.done for slot in slots):
+        engine.run(slots)
+    assert engine.retreats == 2
+    assert not any(slot.broken for slot in slots)
+    for slot in slots:
+        engine.leave(slot)
+    engine.check_books()
+
+
 def test_a_guard_without_bounds_watches_nothing(sampler):
     engine = Engine(sampler, get_policy("bicache", EVERY), SIZES, DEPTHS, guard=Guard(()))
     engine.answer(JOBS[:1])

@@ -81,6 +81,9 @@ def test_the_longest_stored_prefix_is_found_at_the_borders_given():
     assert store.longest(prompt, "", "prefix", ends=[2, 3]) == [2, 3]
     assert store.longest(prompt[:4], "", "prefix") == [2, 3]
     assert store.longest([9, 2, 3], "", "prefix") == []
+    # The longest whole, not the longest first step.
+    use(store, [1, 2, 3], [9])
+    assert store.longest(prompt, "", "prefix") == [2, 5]
     assert store.longest(prompt, "b", "prefix") == []
     assert store.longest(prompt, "", "canvas 64") == []
 
@@ -113,11 +116,28 @@ def test_what_is_in_use_or_pinned_or_has_children_stays():
 def test_a_store_of_entries_in_use_says_so():
     store = make(kv=1 + DEPTH)
     held = hold(store, [1])
-    with pytest.raises(NoPagesError, match=r"2 key/value .* 0 and \d+ are free"):
+    with pytest.raises(NoPagesError, match=r"2 key/value .* 0 and \d+ are free, and 0 and \d+ can"):
         hold(store, [2])
     store.release(held)
     use(store, [2])
     assert len(store) == 1
+
+
+def test_what_can_never_fit_evicts_nobody():
+    store = make(kv=1 + 3 * DEPTH)
+    use(store, [1])
+    with pytest.raises(NoPagesError, match=r"20 key/value .* are wanted"):
+        use(store, range(40))
+    assert len(store) == 1
+
+
+def test_under_quotas_a_tenant_evicts_its_own_entries_first():
+    store = make(kv=1 + 4 * DEPTH, quota=4 * DEPTH)
+    for i in range(2):
+        use(store, [i], salt="a")
+    for i in range(9):
+        use(store, [i], salt="b")
+    assert sorted(e.salt for e in store._entries.values()) == ["a", "a", "b", "b"]
 
 
 def test_one_tenant_cannot_evict_anothers_beyond_its_quota():

@@ -13,7 +13,6 @@ from geojax.data.tasks import (
     END,
     FUNCTION_IDS,
     GAP,
-    HOLE,
     KEY_IDS,
     KEYS,
     MASK,
@@ -62,10 +61,10 @@ def read(tokens):
     _, function, page, key = tokens[ask : ask + PRIVATE]
     name, page, limit = NAMES[function - FUNCTION_IDS], page - PAGE_IDS + 1, 2 * (key - KEY_IDS) + 2
     answer = []
-    if HOLE in tokens:
-        assert name == "mend"
+    if MASK in tokens:
+        assert name == "fill"
         far = 1 + (key - KEY_IDS) % 3
-        tokens = [tokens[i - far] if id == HOLE else id for i, id in enumerate(tokens)]
+        tokens = [tokens[i - far] if id == MASK else id for i, id in enumerate(tokens)]
     for row in range(ask - PAGE * page - REACH, ask - PAGE * page - REACH + PAGE):
         here, beside = tokens[row], tokens[row + 1]
         if name.startswith("hop"):
@@ -73,20 +72,27 @@ def read(tokens):
                 row += 1 if tokens[row] < limit else 2
             answer.append(tokens[row])
         else:
-            simple = {"copy": here, "shift": beside, "max": max(here, beside), "mend": here}
+            simple = {"copy": here, "shift": beside, "max": max(here, beside), "fill": here}
             answer.append(simple.get(name, (here + beside) % 16))
     return answer
 
 
+def blanks(these):
+    """Of requests that are not whole."""
+    return these.maskable & (np.arange(80) < these.prefix_len[:, None])
+
+
 def assert_right(these):
+    """Told from what is seen where all blanks are hidden."""
+    seen = np.where(blanks(these), MASK, these.tokens)
     for row in range(len(these.task)):
         start, stop = int(these.answer_start[row]), int(these.answer_stop[row])
-        tokens = these.tokens[row].tolist()
-        assert tokens[start:stop] == read(tokens[:start])[: stop - start], tokens
+        answer = read(seen[row, :start].tolist())[: stop - start]
+        assert these.tokens[row, start:stop].tolist() == answer, these.tokens[row]
 
 
 def test_answers_are_right():
-    these = rows()
+    these = rows(whole=0.0)
     requests = take(these, these.task >= 0)
     assert set(requests.task.tolist()) == set(range(len(TASKS)))
     assert_right(requests)
@@ -102,7 +108,17 @@ def test_examples_are_right_and_of_the_share_asked(task, share):
     assert (these.prefix_len == round(share * 80)).all()
     assert (these.answer_stop == np.minimum(these.answer_start + PAGE, 80)).all()
     canvas = np.arange(80) >= these.answer_start[:, None]
-    np.testing.assert_array_equal(these.maskable, canvas)
+    np.testing.assert_array_equal(these.maskable & canvas, canvas)
+    assert (these.maskable == canvas).all() == (task != "fill")
+
+
+def test_tasks_share_the_prefixes_of_their_examples():
+    first = make_examples("copy", 0.7, 50, 3, 80).tokens[:, :56]
+    for name in NAMES:
+        tokens = make_examples(name, 0.7, 50, 3, 80).tokens[:, :56]
+        same = tokens == first
+        assert same.all() == (name != "fill")
+        assert same.mean() > 0.75
 
 
 def test_a_row_follows_from_its_number_alone():
@@ -137,13 +153,12 @@ def test_layout():
     assert (these.tokens[:, 0] == BEGIN).all()
     assert these.tokens.min() >= 0
     assert not (these.tokens == MASK).any()
-    assert these.tokens.max() < VOCAB == HOLE + 1
+    assert these.tokens.max() < VOCAB == MASK + 1
 
     prefix = (at > 0) & (at < these.prefix_len[:, None])
-    mend = these.task == NAMES.index("mend")
-    symbol = these.tokens < SYMBOLS
-    assert (symbol | (mend[:, None] & (these.tokens == HOLE)))[prefix].all()
-    both = prefix[:, 1:] & prefix[:, :-1] & ~mend[:, None]
+    assert (these.tokens[prefix] < SYMBOLS).all()
+    fill = these.task == NAMES.index("fill")
+    both = prefix[:, 1:] & prefix[:, :-1] & ~fill[:, None]
     steps = (np.diff(these.tokens) % SYMBOLS)[both]
     values, counts = np.unique(steps, return_counts=True)
     np.testing.assert_array_equal(values, STEPS)
@@ -198,44 +213,36 @@ def test_shares_of_the_mixture():
     assert_rate((everything & ~document).sum(), 8000, 0.2, "whole")
     canvas = these.real & (np.arange(80) >= these.answer_start[:, None])
     rest = ~everything
-    np.testing.assert_array_equal(these.maskable[rest], canvas[rest])
+    np.testing.assert_array_equal((these.maskable & ~blanks(these))[rest], canvas[rest])
     asked = these.task[~document]
     for number, weight in enumerate(weights):
         assert_rate((asked == number).sum(), len(asked), weight / sum(weights), NAMES[number])
 
 
-def test_holes_are_of_requests_to_mend_alone_and_point_back_by_their_key():
-    """Marked, or shown and maskable; a hole every GAP rows, which stands for a symbol before it."""
+def test_blanks_are_of_requests_to_fill_alone_and_repeat_what_their_key_says():
     weights = (0.0,) * (len(TASKS) - 1) + (1.0,)
-    these = rows(documents=0.0, whole=0.0, mended=0.4, weights=weights)
-    prefix = np.arange(80) < these.prefix_len[:, None]
-    marked, shown = these.tokens == HOLE, these.maskable & prefix
-    assert not (marked & ~prefix).any()
-    assert not (marked.any(1) & shown.any(1)).any()
-    assert_rate(shown.any(1).sum(), len(shown), 0.4)
-    far = 1 + (these.tokens[np.arange(len(shown)), these.prefix_len + 3] - KEY_IDS) % 3
-    for row in range(len(far)):
-        places = np.flatnonzero(marked[row] | shown[row])
-        assert places.min() >= GAP > far[row]
-        assert places.min() < 2 * GAP
+    these = rows(documents=0.0, whole=0.0, weights=weights)
+    keys = these.tokens[np.arange(len(these.task)), these.prefix_len + 3] - KEY_IDS
+    for row, (tokens, blank) in enumerate(zip(these.tokens, blanks(these), strict=True)):
+        places, far = np.flatnonzero(blank), 1 + keys[row] % 3
+        assert GAP <= places[0] < 2 * GAP
         assert (np.diff(places) == GAP).all()
-        assert these.prefix_len[row] - places.max() <= GAP
-        if shown[row].any():
-            tokens = these.tokens[row]
-            np.testing.assert_array_equal(tokens[places], tokens[places - far[row]])
-    plain = rows(documents=0.0, whole=0.0, weights=(1.0,) * (len(TASKS) - 1) + (0.0,))
-    assert not (plain.tokens == HOLE).any()
-    assert not (plain.maskable & (np.arange(80) < plain.prefix_len[:, None])).any()
+        assert these.prefix_len[row] - places[-1] <= GAP
+        assert not blank[places - far].any()
+        np.testing.assert_array_equal(tokens[places], tokens[places - far])
+    others = rows(documents=0.0, whole=0.0, weights=(1.0,) * (len(TASKS) - 1) + (0.0,))
+    assert not blanks(others).any()
 
 
-def test_exact_match_wants_all_symbols_of_the_answer_and_nothing_else():
-    these = make_examples("copy", 0.5, 4, 0, 80)
+def test_exact_match_wants_all_symbols_of_the_answer_and_the_blanks_and_nothing_else():
+    these = make_examples("fill", 0.5, 5, 0, 80)
     decoded = these.tokens.copy()
     decoded[1, these.answer_start[1]] ^= 1
     decoded[2, these.answer_stop[2] - 1] ^= 1
     decoded[3, these.answer_stop[3]] = 0
-    decoded[3, 5] = MASK
-    assert exact_match(these, decoded).tolist() == [True, False, False, True]
+    decoded[3, 1:4] = MASK
+    decoded[4, np.flatnonzero(these.maskable[4])[2]] ^= 1
+    assert exact_match(these, decoded).tolist() == [True, False, False, True, False]
 
 
 @pytest.mark.parametrize(

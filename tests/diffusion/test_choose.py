@@ -153,19 +153,22 @@ def test_a_blocks_steps_fill_all_its_masks_as_evenly_as_can_be(masks, steps):
 
 
 @settings(deadline=None)
-@given(canvas=st.integers(1, 100), block=st.integers(1, 40), steps=st.integers(1, 100))
-def test_steps_of_blocks_add_up(canvas, block, steps):
-    steps = min(steps, canvas)
-    ends = [*range(block, canvas, block), canvas]
-    begins = [0, *ends[:-1]]
-    shares = [
-        int(steps_of_block(steps, canvas, b, e, e - b)) for b, e in zip(begins, ends, strict=True)
-    ]
-    assert all(1 <= s <= e - b for s, b, e in zip(shares, begins, ends, strict=True))
-    if steps >= len(ends) and all(
-        steps * (e - b) >= canvas for b, e in zip(begins, ends, strict=True)
-    ):
-        assert sum(shares) == steps
+@given(blocks=st.lists(st.integers(1, 30), min_size=1, max_size=9), steps=st.integers(1, 100))
+def test_steps_of_blocks_add_up(blocks, steps):
+    left, steps_left, shares = sum(blocks), min(steps, sum(blocks)), []
+    for masks in blocks:
+        shares.append(int(steps_of_block(steps_left, left, masks)))
+        left, steps_left = left - masks, steps_left - shares[-1]
+    assert all(1 <= s <= m for s, m in zip(shares, blocks, strict=True))
+    if steps >= sum(blocks) or all(m * steps >= sum(blocks) for m in blocks):
+        assert sum(shares) == min(steps, sum(blocks))
+
+
+def test_what_is_no_number_is_filled_last_and_does_not_stop_the_others():
+    scores = [0.2, float("nan"), 0.9, float("nan")]
+    assert fill_once("confidence", scores, [1, 1, 1, 1], scheduled=2) == [0, 2]
+    assert fill_once("confidence", scores, [1, 1, 0, 1], scheduled=2) == [0, 1]
+    assert fill_once("threshold", [float("nan")] * 4, [0, 1, 1, 1]) == [1]
 
 
 def test_origin_fills_each_position_at_any_step_alike():
@@ -201,8 +204,9 @@ def test_guidance_is_its_formula():
         ({"policy": "best"}, "'best' is none of"),
         ({"policy": "threshold", "steps": 5}, "steps 5 mean nothing"),
         ({"threshold": 0.5}, "goes with policy 'threshold' only"),
-        ({"temperature": -1}, r"temperature -1 must lie in \[0, 100\)"),
-        ({"temperature": float("nan")}, "temperature nan must lie in"),
+        ({"temperature": -1}, r"temperature -1 must be 0, .* or lie in \[0\.001, 100\)"),
+        ({"temperature": float("nan")}, "temperature nan must be 0"),
+        ({"temperature": 2e-38}, "temperature 2e-38 must be 0"),
         ({"steps": -1}, "steps -1 must be at least 0"),
         ({"seed": -1}, "seed -1 must lie in"),
     ],

@@ -206,6 +206,9 @@ def add_keys(groups: Array, k: Array, v: Array, seen: Array, state: State) -> St
     weights = jnp.exp(scores - top[..., None])
     decay = jnp.exp(state.top - top)
     total = state.total * decay + weights.sum(axis=-1)
+    # What no row sees may be anything, and nothing times a value that is no number is none.
+    there = seen if k.ndim == 4 else seen.any(0)
+    v = jnp.where(there[..., None, None], v, 0)
     add = jnp.einsum(
         f"bkgtc,{dims}->bkgte", weights.astype(v.dtype), v, preferred_element_type=wide
     )

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model to be scored, with its text, from a run or from converted weights."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from geojax import runs
+from geojax.choice.likelihood import LogLikelihood, autoregressive, masked
+from geojax.choice.pairs import Pair, encode
+from geojax.choice.rows import BATCH_TOKENS
+from geojax.config import require
+from geojax.convert import TOKENIZER
+from geojax.data import Tokenizer, cache_dir, read_tokenizer
+from geojax.diffusion.load import DTYPES
+from geojax.diffusion.load import Model as DiffusionModel
+from geojax.diffusion.load import load as load_diffusion
+from geojax.models.config import TransformerConfig
+from geojax.models.transformer import Params
+from geojax.models.weights import load_safetensors, read_config, read_special
+from geojax.train.checkpoint import read_params
+
+SAMPLES = 32
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with a tokenizer."""
+
+    config: TransformerConfig
+    params: Params
+    tokenizer: Tokenizer
+    empty: int
+    """Stands in place of a context without text: begin-of-text, else end-of-text."""
+    diffusion: DiffusionModel | None
+    """Of a model that fills masks."""
+
+    def pairs(self, texts: Sequence[tuple[str, str]]) -> list[Pair]:
+        """Ids of (context, continuation); before them what the tokenizer begins every text with."""
+        begin = self.tokenizer.inner.encode("", add_special_tokens=True).ids
+        return encode(texts, self.tokenizer, begin, self.empty)
+
+    def likelihood(
+        self, dtype: str = "float32", samples: int = 0, batch_tokens: int = BATCH_TOKENS
+    ) -> LogLikelihood:
+        """How the model scores pairs; `samples` (0: 32) are of masks, ConfigError for others."""
+        require(dtype in DTYPES, f"dtype {dtype!r} is none of {list(DTYPES)}")
+        require(batch_tokens >= 1, f"batch_tokens {batch_tokens} must be at least 1")
+        kind = DTYPES[dtype]
+        if self.diffusion:
+            mask = self.diffusion.mask_id
+            return masked(self.config, self.params, mask, samples or SAMPLES, kind, batch_tokens)
+        require(
+            not samples,
+            f"samples {samples} are of masks, and a causal {self.config.family} has none; leave "
+            "them unset",
+        )
+        return autoregressive(self.config, self.params, kind, batch_tokens)
+
+    def fingerprint(self) -> str:
+        """Names the model and its tokenizer: 16 hex digits of the SHA-256 of the shape, of the
+        first 16,384 elements of every parameter, and of the tokenizer."""
+        found = hashlib.sha256(f"{self.config}{self.tokenizer.fingerprint}".encode())
+        for leaf in jax.tree.leaves(self.params):
+            found.update(np.ascontiguousarray(np.asarray(leaf).reshape(-1)[:16_384]).tobytes())
+        return found.hexdigest()[:16]
+
+
+def load_subject(folder: Path) -> Subject:
+    """The causal or diffusion model in a run folder, or in one that `geojax convert` wrote.
+
+    ConfigError where there is none, it has no tokenizer, or it is a bert.
+    """
+    folder = folder.expanduser()
+    require(folder.is_dir(), f"{folder} is not a folder; name that of a run or of weights")
+    is_run = (folder / "metrics.jsonl").is_file()
+    config = runs.read_config(folder / "config.json").model if is_run else read_config(folder)
+    require(
+        config.family != "bert",
+        f"{folder} holds a bert, which fills few masks at a time and gives no likelihood of a "
+        "text; name a causal model, or one of masked diffusion",
+    )
+    model = None
+    if not config.causal:
+        model = load_diffusion(folder)
+        params = model.params
+        tokenizer = _of_run(model) if is_run else _tokenizer(folder / TOKENIZER)
+    elif is_run:
+        params, meta = read_params(folder)
+        tokenizer = _tokenizer(cache_dir() / "corpora" / meta["corpus"] / TOKENIZER)
+    else:
+        params, tokenizer = load_safetensors(folder, config), _tokenizer(folder / TOKENIZER)
+    begin = None if is_run else read_special(folder).bos
+    return Subject(config, params, tokenizer, tokenizer.eos_id if begin is None else begin, model)
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    require(
+        path.is_file(),
+        f"{path}, the model's tokenizer, is not there; put it beside its weights, or make a run's "
+        "again with `geojax data` and the run's settings",
+    )
+    return read_tokenizer(path)
+
+
+def _of_run(model: DiffusionModel) -> Tokenizer:
+    assert model.tokenizer is not None, "every run has a text"
+    assert model.special.eos is not None, "and documents that end"
+    return Tokenizer(model.tokenizer, model.special.eos)

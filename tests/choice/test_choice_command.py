@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`geojax eval MODEL --tasks`, from a folder to figures, over items that are made here."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from geojax.choice import tasks
+from geojax.choice.load import load_subject
+from geojax.choice.tasks import Task
+from geojax.cli import main
+from geojax.config import ConfigError
+
+TOYS = {
+    "examples": [
+        {
+            "input": f"Is {i} {'even' if i % 2 else 'odd'}?",
+            "target_scores": {"yes": 0, "no": 1, "perhaps": 0},
+        }
+        for i in range(6)
+    ]
+}
+LONG = {"examples": [{"input": "so " * 40, "target_scores": {"good": 1, "bad!": 0}}]}
+
+
+@pytest.fixture(autouse=True)
+def toys(tmp_path, monkeypatch):
+    monkeypatch.setenv("GEOJAX_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "cache" / "packages" / "toys-1"
+    folder.mkdir(parents=True)
+    (folder / "parity").write_text(json.dumps(TOYS))
+    (folder / "long").write_text(json.dumps(LONG))
+    known = {name: Task("toys==1", name, tasks._bigbench) for name in ("parity", "long")}
+    monkeypatch.setattr(tasks, "TASKS", known)
+    monkeypatch.setattr("geojax.choice.command.TASKS", known)
+
+
+@pytest.mark.parametrize("kind", ["causal", "diffusion"])
+def test_figures_are_the_same_after_a_second_start(kind, tmp_path, request, capsys):
+    folder, out = request.getfixturevalue(kind), tmp_path / "out"
+    args = ["eval", str(folder), "--tasks", "all", "--items", "5", "--out", str(out)]
+    args += ["--samples", "3"] if kind == "diffusion" else []
+    assert main(args) == 0
+    printed = capsys.readouterr().out
+    assert "parity" in printed
+    assert "chance" in printed
+    first = json.loads((out / "results.json").read_text())
+    assert first["samples"] == (3 if kind == "diffusion" else None)
+    parity, long = first["tasks"]["parity"], first["tasks"]["long"]
+    assert (parity["items"], parity["source_items"], parity["cut_items"]) == (5, 6, 0)
+    assert parity["chance"] == pytest.approx(1 / 3)
+    assert parity["majority"] == 1
+    assert (long["items"], long["cut_items"]) == (1, 1)
+    lines = (out / "items.jsonl").read_text()
+    (out / "items.jsonl").write_text("".join(lines.splitlines(keepends=True)[:4]))
+    assert main([*args, "--json", str(tmp_path / "again.json")]) == 0
+    assert json.loads((tmp_path / "again.json").read_text()) == first
+    assert main([*args, "--dtype", "bfloat16"]) == 2
+    assert "give another --out" in capsys.readouterr().err
+
+
+def test_bfloat16_says_nearly_the_same(causal):
+    subject = load_subject(causal)
+    pairs = subject.pairs([("Is 1 odd?", " yes"), ("Is 1 odd?", " perhaps")])
+    exact, rough = (
+        np.array([found.log for found in subject.likelihood(dtype)(pairs)])
+        for dtype in ("float32", "bfloat16")
+    )
+    np.testing.assert_allclose(rough, exact, rtol=0.02)  # 8 bits of mantissa, 4 and 8 tokens
+    assert (rough != exact).any()
+
+
+def test_spaces_at_the_end_of_a_context_belong_to_the_continuation(causal):
+    subject = load_subject(causal)
+    (moved,), (plain,) = subject.pairs([("A: ", "yes")]), subject.pairs([("A:", " yes")])
+    assert moved.context.tolist() == plain.context.tolist()
+    assert moved.continuation.tolist() == plain.continuation.tolist()
+    assert len(plain.continuation) == 4
+    (nothing,) = subject.pairs([("", "yes")])
+    assert nothing.context.tolist() == [256]  # end-of-text
+
+
+def test_what_a_tokenizer_begins_texts_with_stands_before_a_context(causal, tmp_path):
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    folder = tmp_path / "begins"
+    shutil.copytree(causal, folder)
+    inner = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
+    )
+    inner.save(str(folder / "tokenizer.json"))
+    (pair,) = load_subject(folder).pairs([("A:", " yes")])
+    (before,) = load_subject(causal).pairs([("A:", " yes")])
+    assert pair.context.tolist() == [256, *before.context.tolist()]
+    assert pair.continuation.tolist() == before.continuation.tolist()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--tasks", "parityy"], "did you mean 'parity'"),
+        (["--tasks", "parity", "--draws", "2"], "--draws means nothing with --tasks"),
+        (["--items", "3"], "--items means nothing without --tasks"),
+        (["--tasks", "parity", "--items", "0"], "items 0 must be at least 1"),
+        (["--tasks", "parity", "--samples", "4"], "a causal llama has none"),
+        (["--tasks", "parity", "--batch-tokens", "0"], "batch_tokens 0 must be"),
+    ],
+)
+def test_bad_requests_are_refused(args, message, causal, capsys):
+    assert main(["eval", str(causal), *args]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_a_tokenizer_or_of_a_bert_is_refused(causal, tmp_path):
+    with pytest.raises(ConfigError, match="is not a folder"):
+        load_subject(tmp_path / "none")
+    folder = tmp_path / "copy"
+    shutil.copytree(causal, folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="put it beside its weights"):
+        load_subject(folder)
+    hf = {"model_type": "bert", "vocab_size": 50, "hidden_size": 32, "intermediate_size": 44}
+    hf |= {"num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 16}
+    (folder / "config.json").write_text(json.dumps(hf))
+    with pytest.raises(ConfigError, match="holds a bert"):
+        load_subject(folder)
