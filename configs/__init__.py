@@ -10,6 +10,7 @@ from pathlib import Path
 
 from geojax.config import ConfigError, OptimizerConfig, RunConfig
 from geojax.configs.cona import MODELLED, cona_large, cona_tiny
+from geojax.configs.diffusion import dlm_tasks
 from geojax.configs.geomesh import METHODS, UNTUNED, demo, published
 from geojax.configs.quickstart import quickstart
 from geojax.configs.strategies import large, tiny
@@ -50,6 +51,7 @@ def _presets() -> dict[str, Preset]:
     for name in ("llama-tiny", "gpt-tiny", "bert-tiny", "llada-tiny", "dream-tiny"):
         line = f"{_first_line(tiny)[:-1]}; {name.removesuffix('-tiny')}."
         presets[name] = Preset(partial(tiny, name), line)
+    presets["dlm-tasks"] = Preset(dlm_tasks, _first_line(dlm_tasks))
     for name, (strategy, rate, seq_len) in _LARGE.items():
         optimizer = OptimizerConfig(name="adamw", learning_rate=rate, weight_decay=0.1)
         make = partial(large, name, strategy, optimizer, seq_len)

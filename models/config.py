@@ -234,6 +234,16 @@ MODELS: dict[str, TransformerConfig] = {
         rope_theta=500_000.0,
         bidirectional=True,
     ),
+    "dlm-tasks": TransformerConfig(
+        vocab_size=38,
+        dim=96,
+        layers=8,
+        heads=3,
+        kv_heads=3,
+        mlp_dim=256,
+        norm_eps=1e-6,
+        bidirectional=True,
+    ),
     "dream-tiny": TransformerConfig(
         vocab_size=512,
         dim=64,

@@ -58,11 +58,11 @@ JOBS = [
 ]
 LONG = pytest.mark.full
 POLICIES = [
-    ("none", None),
+    pytest.param("none", None, marks=LONG),
     ("refresh", 1),
     pytest.param("refresh", 4, marks=LONG),
     ("full", None),
-    ("prefix", None),
+    pytest.param("prefix", None, marks=LONG),
     pytest.param("dual", None, marks=LONG),
     pytest.param("bicache", 1, marks=LONG),
     ("bicache", 3),

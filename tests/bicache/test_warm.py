@@ -56,7 +56,7 @@ def compiled():
 @pytest.mark.parametrize(
     ("name", "most", "requests"),
     [
-        ("bicache", 2, 60),
+        pytest.param("bicache", 2, 60, marks=pytest.mark.full),
         pytest.param("bicache", 4, 500, marks=pytest.mark.full),
         pytest.param("bicache-dual", 4, 500, marks=pytest.mark.full),
     ],

@@ -137,6 +137,7 @@ def test_a_chain_over_all_axes_is_the_run_that_never_changed(config, chained, tm
     np.testing.assert_allclose(ours, theirs, rtol=2e-5)
 
 
+@pytest.mark.full
 def test_a_chain_of_batches_sees_every_sequence_once_and_the_rate_follows(config, tmp_path, seen):
     """Up and down, with legs that no round or batch divides."""
     texts = ("dp2-tp2-pp1-mb2-gb8", "dp2-tp1-pp2-mb4-gb32", "dp1-tp1-pp4-mb1-gb4")
@@ -339,6 +340,7 @@ def test_cona_on_devices_goes_over_all_axes_and_waits_for_no_compiler(
     assert "all the same" in chain_notes(load_run(folder))[-1]
 
 
+@pytest.mark.full
 def test_out_of_memory_costs_no_step(cona, tmp_path, monkeypatch, seen):
     rehearse, calls, alive = Program.rehearse, [], []
 
