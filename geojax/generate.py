@@ -65,9 +65,9 @@ def run_generate(options: GenerateOptions) -> None:
     require(options.tokens >= 1, f"tokens {options.tokens} must be at least 1")
     require(options.batch >= 1, f"batch {options.batch} must be at least 1")
     prompts = list(_prompts(options))
-    model = load(options.model)
+    model = load(options.model, DTYPES[options.dtype])
     requests = [_request(p, model, options) for p in prompts]
-    sampler = model.sampler(DTYPES[options.dtype])
+    sampler = model.sampler()
     many = options.file is not None and options.file.suffix == ".jsonl"
     for group in batched(zip(prompts, requests, strict=True), options.batch):
         started = time.perf_counter()

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
 import tyro
 from jaxtyping import Int32
@@ -74,13 +73,12 @@ def run_depth(options: DepthOptions) -> None:
     )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     model, console = load(options.model), Console(highlight=False)
-    params = jax.device_put(model.params)
     profiles = []
     for share in sorted(options.shares):
         sequences, first_mask = _requests(model, options, share)
         found = profile_share(
             Transformer(model.config),
-            params,
+            model.params,
             sequences,
             round(share * options.length),
             model.mask_id,

@@ -69,13 +69,20 @@ class Model:
         """Text of `ids`; special tokens are left out."""
         return self._text().decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def sampler(self, dtype: DTypeLike = jnp.float32) -> Sampler:
-        """Parameters are held in `dtype`."""
-        params = jax.tree.map(lambda x: jnp.asarray(x, dtype), self.params)
+    def sampler(self, dtype: DTypeLike | None = None) -> Sampler:
+        """Of the parameters as they are, or of a copy of them in another type."""
+        params = self.params
+        if dtype is not None:
+            params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
         forbidden = forbidden_ids(self.special, self.tokenizer, self.config.vocab_size)
         forbidden[list(self.end_ids)] = False
         return Sampler(
-            Transformer(self.config), params, self.mask_id, forbidden, self.end_ids, dtype
+            Transformer(self.config),
+            params,
+            self.mask_id,
+            forbidden,
+            self.end_ids,
+            jax.tree.leaves(params)[0].dtype,
         )
 
     def _text(self) -> "tokenizers.Tokenizer":
@@ -86,15 +93,18 @@ class Model:
         return self.tokenizer
 
 
-def load(folder: Path) -> Model:
-    """The diffusion model in a run folder, or in one of safetensors as `geojax convert` writes.
+def load(folder: Path, dtype: DTypeLike = jnp.float32) -> Model:
+    """The diffusion model in a run folder, or in one of safetensors as `geojax convert` writes,
+    its parameters in `dtype` on the default device.
+
+    The revision is of them in that type.
 
     ConfigError where there is none, it is causal, or nothing says which token is the mask.
     """
     folder = folder.expanduser()
     require(folder.is_dir(), f"{folder} is not a folder; name that of a run or of weights")
     read = _of_run if (folder / "metrics.jsonl").is_file() else _of_weights
-    config, params, special, tokenizer = read(folder)
+    config, params, special, tokenizer = read(folder, jnp.dtype(dtype))
     ends = {special.eos}
     if tokenizer is not None:
         ends |= {tokenizer.token_to_id(name) for name in _TURN_ENDS}
@@ -102,7 +112,9 @@ def load(folder: Path) -> Model:
     return Model(folder, config, params, special, tokenizer, end_ids)
 
 
-def _of_weights(folder: Path) -> tuple[TransformerConfig, Params, SpecialTokens, Any]:
+def _of_weights(
+    folder: Path, dtype: np.dtype
+) -> tuple[TransformerConfig, Params, SpecialTokens, Any]:
     config, special = read_weights_config(folder), read_special(folder)
     _require_bidirectional(folder, config)
     require(
@@ -111,10 +123,12 @@ def _of_weights(folder: Path) -> tuple[TransformerConfig, Params, SpecialTokens,
     )
     path = folder / TOKENIZER
     tokenizer = read_tokenizer(path).inner if path.is_file() else None
-    return config, load_safetensors(folder, config), special, tokenizer
+    # A leaf moves to the device as soon as it is whole.
+    params = load_safetensors(folder, config, dtype, place=lambda path, leaf: jnp.asarray(leaf))
+    return config, params, special, tokenizer
 
 
-def _of_run(folder: Path) -> tuple[TransformerConfig, Params, SpecialTokens, Any]:
+def _of_run(folder: Path, dtype: np.dtype) -> tuple[TransformerConfig, Params, SpecialTokens, Any]:
     config, params, special, tokenizer = read_run(folder)
     _require_bidirectional(folder, config.model)
     require(
@@ -127,6 +141,7 @@ def _of_run(folder: Path) -> tuple[TransformerConfig, Params, SpecialTokens, Any
         f"the text of {folder} and its tokenizer are gone from the cache; make them again with "
         "`geojax data` and the run's settings",
     )
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
     return config.model, params, special, tokenizer and tokenizer.inner
 
 
