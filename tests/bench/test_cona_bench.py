@@ -348,6 +348,7 @@ def compiled_once(monkeypatch):
 
 
 @pytest.mark.usefixtures("compiled_once")
+@pytest.mark.full
 def test_an_interrupted_oracle_comes_to_the_same_end(tiny, tmp_path, monkeypatch):
     line = [option for _, option in tiny.line]
     until = 12.0  # seconds; it ends with them, or with the tokens

@@ -4,12 +4,15 @@
 import json
 from dataclasses import replace
 
+import pytest
+
 from geojax import runs
 from geojax.config import BalanceConfig, EvalConfig, MaskingConfig, SourceConfig
 from geojax.configs import load_config
 from geojax.models.config import get_model
 
 
+@pytest.mark.full
 def test_geomesh_trains_a_diffusion_model(tmp_path):
     base = load_config("quickstart")
     config = replace(

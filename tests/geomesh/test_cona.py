@@ -404,6 +404,7 @@ def test_gpus_that_are_modelled_choose_by_the_timing_model(config, trainers, tmp
         assert worker.program.parts >= 2
 
 
+@pytest.mark.full
 def test_a_checkpoint_goes_on_with_cona_only_if_it_was_made_with_it(
     config, injected, trainers, tmp_path
 ):

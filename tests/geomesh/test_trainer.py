@@ -376,6 +376,7 @@ def test_a_step_a_round_is_data_parallel_adamw(base, trainers, tmp_path):
     assert min(np.abs(x).max() for x in jax.tree.leaves(moved)) > 5e-3
 
 
+@pytest.mark.full
 def test_slices_on_devices_of_their_own_compute_the_same(base, tmp_path, monkeypatch):
     adamw = OptimizerConfig(name="adamw", learning_rate=3e-3)
     config = replace(

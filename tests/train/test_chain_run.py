@@ -120,6 +120,7 @@ def decisions(folder):
     return [(r["round"], r["decision"]) for r in records(folder, "decision")]
 
 
+@pytest.mark.full
 def test_a_chain_over_all_axes_is_the_run_that_never_changed(config, chained, tmp_path, seen):
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     assert runs.start(config, whole, QUIET)

@@ -273,6 +273,7 @@ def assert_same_noise(found, expected, sources):
         ),
     ],
 )
+@pytest.mark.full
 def test_halves_and_norms_say_the_same_under_every_strategy(noise, optimizer, text, x64):
     _, stats = outcome(PARTS, noise, optimizer, probe=True)
     _, other = outcome(text, noise, optimizer, probe=True)
@@ -304,6 +305,7 @@ def test_one_part_says_nothing(x64):
         pytest.param(STAGES, False, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_measuring_changes_no_step(text, probe, x64):
     state, stats = outcome(text, None)
     assert stats.noise == {}

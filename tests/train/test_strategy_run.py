@@ -62,6 +62,7 @@ def test_strategies_train_alike_and_dropout_is_the_same_on_all(config, tmp_path)
         np.testing.assert_allclose(losses, first, rtol=2e-5)
 
 
+@pytest.mark.full
 def test_a_checkpoint_goes_on_under_other_meshes_and_device_counts(config, tmp_path):
     """dp8, then tp2 x pp4, then 4 devices, then 1: the losses of one that never changed."""
     whole = tmp_path / "whole"

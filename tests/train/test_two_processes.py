@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from geojax.config import CheckpointConfig
 from geojax.meshes.strategy import parse_strategy
@@ -20,6 +21,7 @@ PATIENCE_SECONDS = 900
 FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 
 
+@pytest.mark.full
 def test_two_processes_do_what_one_does(tmp_path):
     """One start of them, which takes a minute, serves all three."""
     texts = run_both(tmp_path)
