@@ -21,6 +21,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
+from geojax.diffusion.canvas import power_of_two
 from geojax.models.transformer import Inputs, Params, Transformer
 
 HEAD_ROWS = 128
@@ -98,7 +99,7 @@ def _buckets(rows: Sequence[Row]) -> dict[int, list[int]]:
 
 def _batch(rows: Sequence[Row], length: int) -> tuple:
     """Arrays of rows of `length`, a power of two of them, and how many places are read."""
-    count = 1 << (len(rows) - 1).bit_length()
+    count = power_of_two(len(rows))
     tokens, positions = np.zeros((2, count, length), np.int32)
     segments = np.full((count, length), _PADDING, np.int32)
     pieces = -(-count * length // HEAD_ROWS)
