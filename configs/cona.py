@@ -63,7 +63,7 @@ def cona_bench(name: str) -> RunConfig:
     the experiment makes. A switch takes the share of the run that REAL_SWITCH_SECONDS are of one
     over REAL_TOKENS_PER_PARAMETER.
     """
-    base, total_tokens = tiny(name), 1_000_000
+    base, total_tokens = tiny(name), 4_000_000
     clocked, (batches, micro_batches, clock_seq_len) = get_model(MODELLED[name]), _BENCH[name]
     model = replace(base.model, layers=2, dropout=0.0, attention_dropout=0.0)
     data, rate, sequences = replace(base.data, seq_len=64), 5e-3, 256
@@ -87,7 +87,7 @@ def cona_bench(name: str) -> RunConfig:
             # Adam's memory goes by samples: 0.95 at 16 would be two steps of a batch of 128, and a
             # short warm-up no more, and large batches would stand no chance.
             optimizer=replace(base.train.optimizer, learning_rate=rate, b2=0.99),
-            schedule=ScheduleConfig("cosine", warmup_fraction=0.1, final_fraction=0.1),
+            schedule=ScheduleConfig("cosine", warmup_fraction=0.04, final_fraction=0.1),
             micro_batch=8,
             round_steps=4,
         ),

@@ -18,7 +18,6 @@ import tyro
 from geojax.config import (
     ClusterConfig,
     ConfigError,
-    DataConfig,
     RunConfig,
     RunError,
     require,
@@ -116,7 +115,8 @@ def demo(args: list[str]) -> int:
 
 
 def bench(args: list[str]) -> int:
-    """Longer comparisons: geojax bench geomesh, geojax bench tune METHOD..., cona, bicache."""
+    """Longer comparisons: geojax bench geomesh, geojax bench tune METHOD..., cona, bicache,
+    guard."""
     from geojax.bench import geomesh
 
     if args and args[0] == "bicache":
@@ -124,9 +124,14 @@ def bench(args: list[str]) -> int:
 
         run_bicache(_parse(BicacheOptions, args[1:], "geojax bench bicache"))
         return 0
+    if args and args[0] == "guard":
+        from geojax.bench.guard import GuardOptions, run_guard
+
+        run_guard(_parse(GuardOptions, args[1:], "geojax bench guard"))
+        return 0
     known = {"geomesh": _Bench, "tune": _Tune, "cona": _BenchCona}
     if not args or args[0] not in known:
-        every = [*known, "bicache"]
+        every = [*known, "bicache", "guard"]
         raise ConfigError(f"geojax bench wants one of {every}, not {(args or [''])[0]!r}")
     options = _parse(known[args[0]], args[1:], f"geojax bench {args[0]}")
     if isinstance(options, _Bench):
@@ -151,30 +156,9 @@ def convert(args: list[str]) -> int:
 
 def evaluate(args: list[str]) -> int:
     """Perplexity of a model's weights on held-out text, or multiple choice with --tasks."""
-    options = _parse(_Eval, args, "geojax eval")
-    unused = _OF_TASKS if not options.tasks else _OF_PERPLEXITY
-    for name in unused:
-        require(
-            getattr(options, name) == getattr(_Eval, name),
-            f"--{name.replace('_', '-')} means nothing {'with' if options.tasks else 'without'} "
-            "--tasks; leave it unset",
-        )
-    if options.tasks:
-        from geojax.choice.command import ChoiceOptions, run_choice
+    from geojax.score import EvalOptions, run_eval
 
-        names = ("folder", "tasks", *_OF_TASKS, "json")
-        run_choice(ChoiceOptions(**{name: getattr(options, name) for name in names}))
-        return 0
-    from geojax.score import run_eval
-
-    run_eval(
-        options.folder,
-        options.data,
-        options.sequences,
-        options.batch,
-        options.draws,
-        options.json,
-    )
+    run_eval(_parse(EvalOptions, args, "geojax eval"))
     return 0
 
 
@@ -388,41 +372,6 @@ class _Convert:
     """New folder for safetensors, config.json and tokenizer.json."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the tensors written."""
-
-
-@dataclass(frozen=True)
-class _Eval:
-    """Perplexity of a model's weights on held-out text, or multiple choice with --tasks."""
-
-    folder: tyro.conf.Positional[Path]
-    """Folder that `geojax convert` wrote, or of a Hugging Face checkpoint; with --tasks of a run,
-    too."""
-    data: DataConfig = DataConfig(seq_len=512)
-    """Text; the tokenizer is the folder's own."""
-    sequences: int = 128
-    """Held-out sequences, from the first."""
-    batch: int = 4
-    """Sequences at once."""
-    draws: int = 1
-    """Masks that each sequence is scored under, of a model that fills masks."""
-    tasks: tuple[str, ...] = ()
-    """Tasks of multiple choice, or `all`; docs/eval.md says which there are."""
-    items: int = 250
-    """Items of each task, always the same ones."""
-    samples: int = 0
-    """Masks that each choice is scored under, of a diffusion model; 0: 32."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights and of the computation."""
-    batch_tokens: int = 2048
-    """Tokens at once."""
-    out: Path | None = None
-    """Folder for each item's answer; a second start goes on where the first one stopped."""
-    json: Path | None = None
-    """File for the figures; unset: results.json in --out."""
-
-
-_OF_PERPLEXITY = ("data", "sequences", "batch", "draws")
-_OF_TASKS = ("items", "samples", "dtype", "batch_tokens", "out")
 
 
 def _parse[T](options: type[T], args: list[str], prog: str, default: T | None = None) -> T:

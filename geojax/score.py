@@ -7,17 +7,20 @@ device, so that it is the same wherever it is measured.
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tyro
+from rich.console import Console
 
 from geojax.config import DataConfig, TokenizerConfig, default_masking, require
 from geojax.data import Batch, Corpus, both_splits, prepare
+from geojax.diffusion.exact import is_of_tasks, run_exact
 from geojax.models.transformer import make_apply
 from geojax.models.weights import load_safetensors, read_config
 from geojax.track.metrics import to_json, write_atomically
@@ -89,14 +92,71 @@ def perplexity(
     return _summary(each[0], each[1], text_bytes / max(len(predicted), 1))
 
 
-def run_eval(
-    folder: Path, data: DataConfig, sequences: int, batch: int, draws: int, json_path: Path | None
-) -> None:
-    """`geojax eval`: score, and print the figures. Raises ConfigError on bad input."""
-    from rich.console import Console
+@dataclass(frozen=True)
+class EvalOptions:
+    """Perplexity of a model's weights on held-out text, or multiple choice with --tasks; of a model
+    of generated tasks, how many it answers right."""
 
-    require(sequences >= 1, f"sequences {sequences} must be at least 1")
-    require(batch >= 1, f"batch {batch} must be at least 1")
+    folder: tyro.conf.Positional[Path]
+    """Folder that `geojax convert` wrote, or of a Hugging Face checkpoint; with --tasks, and of a
+    model of generated tasks, of a run, too."""
+    data: DataConfig = DataConfig(seq_len=512)
+    """Text; the tokenizer is the folder's own."""
+    sequences: int = 128
+    """Held-out sequences, from the first."""
+    batch: int = 4
+    """Sequences at once."""
+    draws: int = 1
+    """Masks that each sequence is scored under, of a model that fills masks."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of multiple choice, or `all`; docs/eval.md says which there are."""
+    items: int = 250
+    """Items of each task, always the same ones."""
+    samples: int = 0
+    """Masks that each choice is scored under, of a diffusion model; 0: 32."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights and of the computation."""
+    batch_tokens: int = 2048
+    """Tokens at once."""
+    out: Path | None = None
+    """Folder for each item's answer; a second start goes on where the first one stopped."""
+    json: Path | None = None
+    """File for the figures; unset: results.json in --out."""
+
+
+_OF_PERPLEXITY = ("data", "sequences", "batch", "draws")
+_OF_TASKS = ("items", "samples", "dtype", "batch_tokens", "out")
+
+
+def run_eval(options: EvalOptions) -> None:
+    """`geojax eval`: score, and print the figures. Raises ConfigError on bad input."""
+    if options.tasks:
+        from geojax.choice.command import ChoiceOptions, run_choice
+
+        _require_unset(options, _OF_PERPLEXITY, "with --tasks")
+        names = ("folder", "tasks", *_OF_TASKS, "json")
+        run_choice(ChoiceOptions(**{name: getattr(options, name) for name in names}))
+    elif is_of_tasks(options.folder):
+        others = [n for n in (*_OF_PERPLEXITY, *_OF_TASKS) if n != "items"]
+        _require_unset(options, others, "for a model of generated tasks")
+        run_exact(options.folder, options.items, options.json)
+    else:
+        _require_unset(options, _OF_TASKS, "without --tasks")
+        _run_perplexity(options)
+
+
+def _require_unset(options: EvalOptions, names: Sequence[str], where: str) -> None:
+    for name in names:
+        require(
+            getattr(options, name) == getattr(EvalOptions, name),
+            f"--{name.replace('_', '-')} means nothing {where}; leave it unset",
+        )
+
+
+def _run_perplexity(options: EvalOptions) -> None:
+    folder, data, draws = options.folder, options.data, options.draws
+    require(options.sequences >= 1, f"sequences {options.sequences} must be at least 1")
+    require(options.batch >= 1, f"batch {options.batch} must be at least 1")
     require(draws >= 1, f"draws {draws} must be at least 1")
     require(
         (folder / "config.json").is_file(),
@@ -105,7 +165,9 @@ def run_eval(
     console = Console(highlight=False)
     if data.masking is None:
         data = replace(data, masking=default_masking(read_config(folder)))
-    found = perplexity(folder, data, sequences, batch, draws, progress=console.print)
+    found = perplexity(
+        folder, data, options.sequences, options.batch, draws, progress=console.print
+    )
     error = found["standard_error"]
     bound = data.masking is not None and data.masking.kind == "diffusion"
     console.print(
@@ -115,9 +177,9 @@ def run_eval(
         f"{found['sequences']:,} held-out sequences of {data.seq_len}",
         soft_wrap=True,
     )
-    if json_path:
-        write_atomically(json_path, json.dumps(to_json(found), indent=2) + "\n")
-        console.print(f"wrote {json_path}", soft_wrap=True)
+    if options.json:
+        write_atomically(options.json, json.dumps(to_json(found), indent=2) + "\n")
+        console.print(f"wrote {options.json}", soft_wrap=True)
 
 
 def _summary(nats: np.ndarray, tokens: np.ndarray, bytes_per_token: float) -> dict[str, Any]:

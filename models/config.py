@@ -235,7 +235,7 @@ MODELS: dict[str, TransformerConfig] = {
         bidirectional=True,
     ),
     "dlm-tasks": TransformerConfig(
-        vocab_size=38,
+        vocab_size=40,
         dim=96,
         layers=8,
         heads=3,

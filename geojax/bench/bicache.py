@@ -10,7 +10,7 @@ Resumable: what was answered lies in the folder, a file for each cell of the tab
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,14 @@ from geojax.bicache.store import Builder
 from geojax.bicache.table import read_table
 from geojax.config import require
 from geojax.data import TaskSet, tasks
+from geojax.diffusion.exact import LENGTH, STEPS, require_tasks, right
 from geojax.diffusion.load import Model, load
-from geojax.diffusion.request import Request, SamplingConfig
+from geojax.diffusion.request import Request
 from geojax.track.environment import machine
 from geojax.track.metrics import to_json, write_atomically
 
 SHARES = (0.5, 0.7, 0.9)
 _Z = 1.645  # one-sided 95 %
-_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ class BicacheOptions:
     """Folder of what was answered."""
     count: int = 2_000
     """Requests of each task and share."""
-    seq_len: int = 96
+    seq_len: int = LENGTH
     """Tokens of a request."""
-    steps: int = 8
+    steps: int = STEPS
     """Denoising steps."""
     every: int = 4
     """Steps from one refresh to the next, of policies that refresh."""
@@ -108,10 +108,7 @@ def run_bicache(options: BicacheOptions) -> list[Result]:
     count, seq_len, folder = options.count, options.seq_len, options.out
     require(count >= 2, f"count {count} must be at least 2")
     model = load(options.model)
-    require(
-        model.tokenizer is None and model.config.vocab_size >= tasks.VOCAB,
-        f"{options.model} was not trained on tasks; name a run with data.source.kind 'tasks'",
-    )
+    require_tasks(model)
     depths = None
     if options.depths:
         depths, _ = read_table(options.depths, model.revision, options.builder)
@@ -130,7 +127,7 @@ def run_bicache(options: BicacheOptions) -> list[Result]:
             ):
                 right = _cached(folder, cell, model, rows, options.steps)
                 plain = right if plain is None else plain
-                results.append(_result(cell, right, plain))
+                results.append(compare(cell, right, plain))
             _show(
                 console,
                 task,
@@ -176,18 +173,14 @@ def answer(cell: Cell, model: Model, rows: tasks.TaskRows, steps: int) -> np.nda
         depths,
         cell.builder,
     )
-    decoded = rows.tokens.copy()
-    at = np.arange(rows.tokens.shape[1])
-    for start in range(0, len(decoded), _BATCH):
-        jobs = []
-        for i in range(start, min(start + _BATCH, len(decoded))):
-            tokens = np.where(at >= rows.answer_start[i], tasks.MASK, rows.tokens[i])
-            ask = SamplingConfig(steps=steps, block=0)
-            jobs.append(Job(Request(tokens, ask, ends=False), (int(rows.prefix_len[i]),)))
-        for i, found in enumerate(engine.answer(jobs), start):
-            decoded[i] = found.tokens
+    prefix = int(rows.prefix_len[0])  # the same of all
+
+    def of_engine(asks: Sequence[Request]) -> list[np.ndarray]:
+        found = engine.answer([Job(ask, (prefix,)) for ask in asks])
         engine.store.purge()
-    return tasks.exact_match(rows, decoded)
+        return [x.tokens for x in found]
+
+    return right(rows, steps, of_engine)
 
 
 def _cached(folder: Path, cell: Cell, model: Model, rows: tasks.TaskRows, steps: int) -> np.ndarray:
@@ -208,7 +201,8 @@ def _cached(folder: Path, cell: Cell, model: Model, rows: tasks.TaskRows, steps:
     return right
 
 
-def _result(cell: Cell, right: np.ndarray, plain: np.ndarray) -> Result:
+def compare(cell: Cell, right: np.ndarray, plain: np.ndarray) -> Result:
+    """Of answers that are right or not, paired."""
     share, count = float(right.mean()), len(right)
     losses = plain.astype(float) - right
     spread = float(losses.std(ddof=1)) / math.sqrt(count)

@@ -64,6 +64,8 @@ class Work(NamedTuple):
     suffix: Float[Array, ""]
     prefix: Float[Array, ""]
     probes: Float[Array, ""]
+    computed: Float[Array, ""]
+    """All, with those that came to nothing."""
 
 
 class Carry(NamedTuple):
@@ -114,7 +116,7 @@ class Denoiser:
 
         zero = jnp.zeros((), jnp.float32)
         drift = jnp.zeros(len(rows.since), jnp.float32)
-        begin = Carry(pool, canvas, rows.since, Work(zero, zero, zero), drift, jnp.int32(0))
+        begin = Carry(pool, canvas, rows.since, Work(*[zero] * 4), drift, jnp.int32(0))
         return lax.while_loop(wanted, one, begin)
 
     def _step(self, params, state: Carry, rows: Rows, rules, forbidden, end_ids) -> Carry:
@@ -222,6 +224,7 @@ class Denoiser:
             jnp.sum(jnp.where(active, rules.length - rows.prefix, 0)) * layers * 1.0,
             jnp.sum(jnp.where(refresh, rows.prefix * (layers - rows.depth), 0)) * 1.0,
             jnp.sum(active) * rows.probes.shape[1] * layers * 1.0,
+            len(x) * (places.shape[1] * layers + prefix_rows * (layers - least)) * 1.0,
         )
         return self._predicting(x, seen.positions - rows.prefix[:, None]), pool, work, drift
 
@@ -266,7 +269,7 @@ class Denoiser:
 
         x, pool = lax.fori_loop(0, layers, one, (x, pool))
         zero = jnp.zeros((), jnp.float32)
-        work = Work(jnp.sum(kept) * layers * 1.0, zero, zero)
+        work = Work(jnp.sum(kept) * layers * 1.0, zero, zero, zero + len(x) * width * layers)
         found = self._predicting(x, seen.positions - (rows.prefix + start)[:, None])
         return found, pool, work, jnp.zeros(len(x), jnp.float32)
 

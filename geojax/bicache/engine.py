@@ -3,25 +3,24 @@
 
 Invariant: a request is answered as if it were alone; what it shares with others is memory. All
 pages that a request holds, of its own or of the store, go back when it leaves, however it ends.
-Shapes come in buckets, and everything that differs within them is an argument, so that few programs
-serve all requests.
 """
 
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Int32
+from jaxtyping import Array, Int
 
 from geojax.bicache.build import Build
-from geojax.bicache.denoise import Carry, Denoiser, Rows
+from geojax.bicache.denoise import Carry, Denoiser
 from geojax.bicache.depth import Depths, Guard
 from geojax.bicache.lookup import Lookup
 from geojax.bicache.pages import (
@@ -35,70 +34,15 @@ from geojax.bicache.pages import (
     pages_of,
 )
 from geojax.bicache.policy import Policy
+from geojax.bicache.shapes import Shape, Shapes, bucket, buckets, shapes_within
+from geojax.bicache.slot import Job, Slot, page_counts
 from geojax.bicache.store import Builder, Entry, Store
-from geojax.config import require
+from geojax.config import RunError, require
 from geojax.diffusion.canvas import Canvas, Rules, begin, power_of_two
-from geojax.diffusion.request import Request, check
+from geojax.diffusion.request import Request, check, masks
 from geojax.diffusion.sampler import Answer, Progress, Sampler, require_numbers
 
-_FEWEST_ROWS = 64  # of a suffix
-_NARROWEST = 32  # window
 _QUANTUM = 16  # steps a call, where the policy has no interval
-
-
-@dataclass(frozen=True)
-class Job:
-    """A request, and what of it is a prefix."""
-
-    request: Request
-    segments: tuple[int, ...] = ()
-    """Tokens of each segment of the prefix, from the first token on; () where nothing is shared."""
-    salt: str = ""
-    """Prefixes are shared among requests of one salt only."""
-    exact: bool = False
-    """Nothing is reused for it, neither between requests nor between steps."""
-
-    @property
-    def prefix(self) -> int:
-        return sum(self.segments)
-
-
-@dataclass(eq=False)
-class Slot:
-    """A request that is being answered."""
-
-    job: Job
-    canvas: Canvas
-    """Its row [1, s], on the host."""
-    rules: Rules
-    depth: int
-    since: int
-    every: int
-    counts: Int32[np.ndarray, " j"]
-    table: Int32[np.ndarray, "L j"]
-    hidden: Int32[np.ndarray, " j"]
-    suffix: Int32[np.ndarray, "L i"]
-    own: Int32[np.ndarray, " n"]
-    """Pages that are its own."""
-    chain: list[Entry] = field(default_factory=list)
-
-    @property
-    def done(self) -> bool:
-        return bool(self.canvas.done[0])
-
-    @property
-    def broken(self) -> bool:
-        """Whether the model gave it logits that are no numbers; then there is no answer."""
-        return bool(self.canvas.broken[0])
-
-
-class Shape(NamedTuple):
-    """What a program is compiled for."""
-
-    rows: int
-    prefix_pages: int
-    suffix_rows: int
-    window_rows: int
 
 
 @dataclass(frozen=True)
@@ -151,7 +95,9 @@ class Engine:
         shared = self.depths.distinct if policy.shared and self.depths else ()
         self.kv = Pages(int(sizes.kv_bytes // kv_page))
         self.hidden = Pages(max(int(sizes.hidden_bytes // hidden_page), 2))
-        self.pool = make_pool(config, self.kv.count, self.hidden.count, sampler.dtype, self.page)
+        self.pool = self._new_pool()
+        self._generation = 0
+        """How often the pool was lost."""
         kept = tuple(d for d in shared if d < config.layers)
         self.store = Store(
             self.kv,
@@ -167,8 +113,11 @@ class Engine:
         self.retreats = 0
         """Requests that stopped sharing, as the guard saw them drift."""
         self.lookup = Lookup(self.store, self.page, self.page)
-        self.work = {"suffix": 0.0, "prefix": 0.0, "probes": 0.0}
-        """Row-layers computed so far, builds apart (`store.counts.built_rows`)."""
+        self._shapes = Shapes(sampler.mask_id, config.layers, self.page, policy.window != "suffix")
+        self.work = {"suffix": 0.0, "prefix": 0.0, "probes": 0.0, "computed": 0.0}
+        """Row-layers so far that requests needed; and that were computed, with those of padding and
+        of prefixes that did not refresh beside others that did. Builds apart
+        (`store.counts.built_rows`)."""
         self._used: set[Any] = set()
 
     @property
@@ -207,7 +156,7 @@ class Engine:
     ) -> tuple[int, ...]:
         """Segments of a request's prefix: those that end at `ends`, or else what `Lookup` finds,
         where prefixes are built alone."""
-        hidden = np.asarray(request.tokens) == self.sampler.mask_id
+        hidden = masks(request, self.sampler.mask_id)
         most = int(hidden.argmax()) - self.sampler.model.config.shifted
         given = np.asarray(request.tokens)[: max(most, 0)]
         if not ends and self.builder != "prefix":
@@ -313,11 +262,15 @@ class Engine:
 
     def _run(self, slots: Sequence[Slot], steps: int, probes: bool) -> tuple[np.ndarray, int]:
         """The drift of each slot [b], 0 without probes; and steps taken."""
-        shape = self.shape(slots)
-        carry = self._call(shape, *self._assemble(slots, shape, probes), steps)
-        canvas, since, work, drift, taken = jax.device_get(
-            (carry.canvas, carry.since, carry.work, carry.drift, carry.steps)
-        )
+        if any(slot.generation != self._generation for slot in slots):
+            raise RunError(
+                "a call failed and took the memory of all requests with it; admit them again"
+            )
+        with self._keeping_pool():
+            carry = self._call(self._shapes.of(slots), slots, probes, steps)
+            canvas, since, work, drift, taken = jax.device_get(
+                (carry.canvas, carry.since, carry.work, carry.drift, carry.steps)
+            )
         for name in self.work:
             self.work[name] += float(getattr(work, name))
         for i, slot in enumerate(slots):
@@ -326,13 +279,34 @@ class Engine:
             slot.since = int(since[i])
         return drift[: len(slots)], int(taken)
 
-    def _call(self, shape: Shape, rows: Rows, canvas: Canvas, rules: Rules, steps: int) -> Carry:
-        self._used.add((shape, rows.probes.shape[1]))
+    def _call(self, shape: Shape, slots: Sequence[Slot], probes: bool, steps: int) -> Carry:
+        looked_at = self.guard.rows if probes and self.guard else 0
+        watched = [self._watched(slot) for slot in slots]
+        rows, canvas, rules = self._shapes.assemble(slots, shape, looked_at, watched)
+        self._used.add((shape, looked_at))
         carry = self._program(shape)(
             self.sampler.params, self.pool, rows, canvas, rules, np.int32(steps)
         )
         self.pool = carry.pool
         return carry
+
+    @contextmanager
+    def _keeping_pool(self) -> Generator[None]:
+        """Programs take the pool over, so one that fails may leave none: then there is a new one,
+        nothing is stored any more, and requests that were being answered have to be admitted
+        again."""
+        try:
+            yield
+        except BaseException:
+            if not _whole(self.pool):
+                self.pool = self._new_pool()
+                self.store.forget()
+                self._generation += 1
+            raise
+
+    def _new_pool(self) -> Pool:
+        config, dtype = self.sampler.model.config, self.sampler.dtype
+        return make_pool(config, self.kv.count, self.hidden.count, dtype, self.page)
 
     def progress(self, slots: Sequence[Slot]) -> Progress:
         longest = max(s.canvas.tokens.shape[1] for s in slots)
@@ -341,7 +315,7 @@ class Engine:
         for i, slot in enumerate(slots):
             row = slot.canvas.tokens[0]
             tokens[i, : len(row)] = row
-            hidden = row == self.sampler.mask_id
+            hidden = (row == self.sampler.mask_id) & (np.arange(len(row)) >= slot.rules.begin[0])
             filled[i] = hidden.argmax() if hidden.any() else slot.rules.end[0]
             done[i] = slot.done
         return Progress(tokens, filled, done)
@@ -350,20 +324,6 @@ class Engine:
         """The answer of a slot that is done."""
         return self.sampler.make_answer(
             slot.job.request, slot.canvas.tokens[0], int(slot.canvas.steps[0])
-        )
-
-    def shape(self, slots: Sequence[Slot]) -> Shape:
-        """The smallest buckets that hold the slots."""
-        suffix = max(int(s.rules.length[0]) - self._prefix(s) for s in slots)
-        widest = max(
-            int(min(s.rules.block_size[0], s.rules.end[0] - s.rules.begin[0])) for s in slots
-        )
-        pages = max(len(s.counts) for s in slots)
-        return Shape(
-            power_of_two(len(slots)),
-            power_of_two(pages) if pages else 0,
-            max(power_of_two(suffix), _FEWEST_ROWS),
-            max(power_of_two(widest), _NARROWEST),
         )
 
     def warm(
@@ -375,22 +335,18 @@ class Engine:
         it; `block`: the widest; `segments`: most segments of a prefix, each of whole pages.
         """
         started = time.perf_counter()
-        shared = self.policy.name != "none"
-        most = pages_of(prefix, self.page) + segments - 1
-        pages = [0, *_powers(1, most)] if prefix and shared else [0]
-        watched = (False, True) if self.guard and self.guard.bounds else (False,)
-        for count in sorted({power_of_two(n) for n in rows}):
-            for behind in pages:
-                for length in _powers(_FEWEST_ROWS, suffix):
-                    for window in _powers(_NARROWEST, block):
-                        for probes in watched if behind else (False,):
-                            shape = Shape(count, behind, length, window)
-                            self._call(shape, *self._assemble([], shape, probes), 1)
-        if self.policy.shared and prefix:
-            masks = _powers(1, suffix) if self.builder == "canvas" else [0]
-            for own in pages[1:]:
-                for behind in pages if segments > 1 else [0]:
-                    for canvas in masks:
+        reuses = prefix and self.policy.name != "none"
+        most = pages_of(prefix, self.page) + segments - 1 if reuses else 0
+        watched = bool(self.guard and self.guard.bounds)
+        for shape in shapes_within(rows, most, suffix, block):
+            self._call(shape, [], False, 1)
+            if watched and shape.prefix_pages:
+                self._call(shape, [], True, 1)
+        if self.policy.shared and reuses:
+            canvases = sorted({power_of_two(n) for n in range(1, suffix + 1)})
+            for own in buckets(1, most):
+                for behind in [0, *buckets(1, most)] if segments > 1 else [0]:
+                    for canvas in canvases if self.builder == "canvas" else [0]:
                         self._build_pages(own, behind, canvas)
         return time.perf_counter() - started
 
@@ -456,8 +412,8 @@ class Engine:
     def _build(self, job: Job, entry: Entry) -> None:
         parents = sum(e.kv.shape[1] for e in entry.chain()[:-1])
         self._build_pages(
-            power_of_two(pages_of(entry.rows, self.page)),
-            power_of_two(parents) if parents else 0,
+            bucket(pages_of(entry.rows, self.page)),
+            bucket(parents),
             self._canvas(job) if self.builder == "canvas" else 0,
             entry,
         )
@@ -480,14 +436,15 @@ class Engine:
             if before:
                 parents = np.concatenate([e.kv for e in before], axis=1)
                 table[:, 0, : parents.shape[1]] = parents
-                there = np.concatenate([_page_counts(e.rows, page) for e in before])
+                there = np.concatenate([page_counts(e.rows, page) for e in before])
                 counts[0, : len(there)] = there
         self._used.add(("build", own, behind, masks))
         build = Build(self.sampler.model, jnp.dtype(self.sampler.dtype).name, self._shared)
         places = (np.int32(first), np.int32(rows), np.int32(rows + masks))
-        self.pool = _compiled(build)(
-            self.sampler.params, self.pool, tokens, *places, table, counts, kv, hidden
-        )
+        with self._keeping_pool():
+            self.pool = _compiled(build)(
+                self.sampler.params, self.pool, tokens, *places, table, counts, kv, hidden
+            )
 
     @property
     def store_depth(self) -> int:
@@ -499,9 +456,9 @@ class Engine:
     ) -> Slot:
         layers, page = self.sampler.model.config.layers, self.page
         if chain:
-            counts = np.concatenate([_page_counts(e.rows, page) for e in chain])
+            counts = np.concatenate([page_counts(e.rows, page) for e in chain])
         else:
-            counts = _page_counts(prefix, page)
+            counts = page_counts(prefix, page)
         pages = len(counts)
         behind = 0
         if self.policy.window != "suffix":
@@ -519,60 +476,20 @@ class Engine:
         suffix = own[(layers - depth) * pages :].reshape(layers, behind)
         every = 1 if plain else self.policy.every
         return Slot(
-            job, canvas, rules, depth, 0, every, counts, table, hidden, suffix, own, list(chain)
+            job,
+            canvas,
+            rules,
+            depth,
+            0,
+            every,
+            counts,
+            table,
+            hidden,
+            suffix,
+            own,
+            list(chain),
+            self._generation,
         )
-
-    def _prefix(self, slot: Slot) -> int:
-        return int(slot.counts.sum())
-
-    def _assemble(
-        self, slots: Sequence[Slot], shape: Shape, probes: bool
-    ) -> tuple[Rows, Canvas, Rules]:
-        """Arrays of a batch; rows beyond the slots are done."""
-        watch = self.guard.rows if probes and self.guard else 0
-        layers, b = self.sampler.model.config.layers, shape.rows
-        behind = 0
-        if self.policy.window != "suffix":
-            behind = pages_of(shape.suffix_rows, self.page)
-        empty = begin(
-            [], self.sampler.mask_id, b, shape.prefix_pages * self.page + shape.suffix_rows
-        )
-        canvas, rules = ([np.array(x) for x in part] for part in empty)
-        rows = Rows(
-            prefix=np.zeros(b, np.int32),
-            depth=np.full(b, layers, np.int32),
-            table=np.zeros((layers, b, shape.prefix_pages), np.int32),
-            counts=np.zeros((b, shape.prefix_pages), np.int32),
-            hidden=np.zeros((b, shape.prefix_pages), np.int32),
-            suffix=np.zeros((layers, b, behind), np.int32),
-            every=np.ones(b, np.int32),
-            since=np.ones(b, np.int32),
-            watched=np.zeros(b, bool),
-            probes=np.zeros((b, watch), np.int32),
-            probe_slots=np.zeros((b, watch), np.int32),
-        )
-        for i, slot in enumerate(slots):
-            for whole, part in zip(canvas, slot.canvas, strict=True):
-                if whole.ndim == 2:
-                    whole[i, : part.shape[1]] = part[0]
-                else:
-                    whole[i] = part[0]
-            for whole, part in zip(rules, slot.rules, strict=True):
-                whole[i] = part[0]
-            rows.prefix[i], rows.depth[i] = self._prefix(slot), slot.depth
-            rows.every[i], rows.since[i] = slot.every, slot.since
-            rows.watched[i] = self._watched(slot)
-            pages = len(slot.counts)
-            rows.table[:, i, :pages], rows.counts[i, :pages] = slot.table, slot.counts
-            rows.hidden[i, :pages] = slot.hidden
-            rows.suffix[:, i, : slot.suffix.shape[1]] = slot.suffix
-            places = ((np.arange(watch) + 0.5) * rows.prefix[i] / max(watch, 1)).astype(np.int32)
-            before = np.cumsum(slot.counts) - slot.counts
-            at = np.searchsorted(before, places, side="right") - 1
-            if pages:
-                rows.probes[i] = places
-                rows.probe_slots[i] = at * self.page + places - before[at]
-        return rows, Canvas(*canvas), Rules(*rules)
 
     def _program(self, shape: Shape) -> Callable[..., Carry]:
         sampler = self.sampler
@@ -597,20 +514,14 @@ def _compiled(program: Denoiser | Build) -> Callable[..., Any]:
     return jax.jit(program.run, donate_argnums=1)
 
 
+def _whole(pool: Pool) -> bool:
+    """Whether its arrays are there, and what was to be written into them is."""
+    try:
+        return not any(x.is_deleted() for x in jax.block_until_ready(pool))
+    except Exception:  # whatever a failed program left
+        return False
+
+
 @partial(jax.jit, donate_argnums=0)
 def _cleared(pool: Pool, ids: Int[Array, " n"]) -> Pool:
     return pool._replace(k=pool.k.at[ids].set(0), v=pool.v.at[ids].set(0))
-
-
-def _page_counts(rows: int, page: int) -> Int32[np.ndarray, " j"]:
-    """Rows of each page of a segment."""
-    at = np.arange(pages_of(rows, page)) * page
-    return np.minimum(rows - at, page).astype(np.int32)
-
-
-def _powers(least: int, most: int) -> list[int]:
-    """Powers of two from `least` up to the first that holds `most`."""
-    found = [power_of_two(least)]
-    while found[-1] < most:
-        found.append(2 * found[-1])
-    return found

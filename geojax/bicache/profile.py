@@ -40,7 +40,7 @@ class Pass(NamedTuple):
 
 
 class Effect(NamedTuple):
-    """Of reuse below one depth, over the masked rows of all sequences."""
+    """Of reuse below one depth, over the masked rows of the kind of sequences where it is worst."""
 
     kl: float
     """Mean divergence of the predictions from those of the whole pass, in nats."""
@@ -58,7 +58,7 @@ class ShareProfile:
     """By layer: mean over rows and heads of the cosine of prefix-only and whole keys."""
     value_cosine: tuple[float, ...]
     effects: tuple[Effect, ...]
-    """By depth 0..L, under the share of masks where it is worst."""
+    """By depth 0..L, under the share of masks where it is worst for some kind."""
     worst_masked: tuple[float, ...]
     """By depth: that share of masks."""
     drift: tuple[float, ...]
@@ -76,11 +76,13 @@ def profile_share(
     batch: int = 16,
     first_mask: int | None = None,
     probes: int = 8,
+    kinds: Int[np.ndarray, " n"] | None = None,
 ) -> ShareProfile:
     """Compare passes over `sequences`, whose first `prefix` tokens are shared.
 
     Of what lies from `first_mask` on (default: the prefix's end) each share of `masked` is hidden,
     by a fixed random order. `canvas`: the prefix's own pass sees masks in place of the rest.
+    `kinds`: of each sequence, so that what is bad for few of them does not hide among the others.
     """
     count, length = sequences.shape
     begin = prefix if first_mask is None else first_mask
@@ -92,6 +94,7 @@ def profile_share(
     )
     config, rng = model.config, np.random.default_rng(0)
     order = rng.random((count, length - begin)).argsort(1)
+    kinds = np.zeros(count, np.int64) if kinds is None else kinds
     places = ((np.arange(probes) + 0.5) * prefix / probes).astype(np.int32)
     compare = jax.jit(
         partial(_compare, model, prefix=prefix, canvas=canvas, mask_id=mask_id, places=places)
@@ -110,15 +113,18 @@ def profile_share(
             drifts.append(np.asarray(found[3]))
         cosines.append(np.sum(sums, axis=0) / count)
         rows_kl, rows_same = np.concatenate(kl, axis=1), np.concatenate(same, axis=1)
-        for depth in range(config.layers + 1):
-            effect = Effect(
-                float(rows_kl[depth].mean()),
-                float(np.quantile(rows_kl[depth], 0.95)),
-                float(rows_same[depth].mean()),
-            )
-            worst = effects.get(depth)
-            if worst is None or effect.kl_p95 > worst[0].kl_p95:
-                effects[depth] = (effect, share)
+        row_kinds = np.repeat(kinds, hide.sum(1))
+        for kind in np.unique(kinds):
+            kl_there, same_there = (x[:, row_kinds == kind] for x in (rows_kl, rows_same))
+            for depth in range(config.layers + 1):
+                effect = Effect(
+                    float(kl_there[depth].mean()),
+                    float(np.quantile(kl_there[depth], 0.95)),
+                    float(same_there[depth].mean()),
+                )
+                worst = effects.get(depth)
+                if worst is None or effect.kl_p95 > worst[0].kl_p95:
+                    effects[depth] = (effect, share)
     lowest = np.min(cosines, axis=0)
     depths = range(config.layers + 1)
     return ShareProfile(

@@ -148,6 +148,8 @@ class Store:
             for entry in chain:
                 assert entry.users > 0, "an entry is released that nobody uses"
                 entry.users -= 1
+                if not entry.users and self._entries.get(entry.key) is not entry:  # forgotten
+                    self._give(entry)
 
     def longest(
         self,
@@ -203,6 +205,16 @@ class Store:
                 self._evict(victim)
                 gone += 1
             return gone
+
+    def forget(self) -> None:
+        """Drop all entries, since what they hold is gone; the pages of those in use come back when
+        they are released."""
+        with self._lock:
+            for entry in list(self._entries.values()):
+                if entry.users:
+                    del self._entries[entry.key]
+                else:
+                    self._drop(entry)
 
     def make_room(self, kv_pages: int, hidden_pages: int = 0, salt: str | None = None) -> None:
         """Evict until so many pages are free: under quotas those of `salt` first, the oldest first.
@@ -310,7 +322,11 @@ class Store:
         self._drop(entry)
 
     def _drop(self, entry: Entry) -> None:
-        del self._entries[entry.key]
+        if self._entries.get(entry.key) is entry:
+            del self._entries[entry.key]
+        self._give(entry)
+
+    def _give(self, entry: Entry) -> None:
         self._kv.give(entry.kv)
         self._hidden.give(entry.hidden)
         if entry.parent:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import tyro
-from jaxtyping import Int32
+from jaxtyping import Int, Int32
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +23,7 @@ from geojax.bicache.profile import ShareProfile, by_cosine, by_output, profile_s
 from geojax.bicache.store import Builder
 from geojax.config import ConfigError, DataConfig, SourceConfig, TokenizerConfig, require
 from geojax.data import both_splits, prepare, tasks
+from geojax.diffusion.exact import is_of_tasks
 from geojax.diffusion.load import Model, load
 from geojax.models.transformer import Transformer
 from geojax.models.weights.special import TOKENIZER
@@ -45,7 +46,7 @@ class DepthOptions:
     length: int = 128
     """Tokens of a request."""
     count: int = 64
-    """Requests of each share."""
+    """Requests of each share; of tasks as many of each, and the worst of them counts."""
     criterion: Literal["cosine", "output"] = "output"
     """cosine: of keys and values, as published; output: of what the model predicts."""
     least_cosine: float = 0.97
@@ -75,7 +76,7 @@ def run_depth(options: DepthOptions) -> None:
     model, console = load(options.model), Console(highlight=False)
     profiles = []
     for share in sorted(options.shares):
-        sequences, first_mask = _requests(model, options, share)
+        sequences, first_mask, kinds = _requests(model, options, share)
         found = profile_share(
             Transformer(model.config),
             model.params,
@@ -84,6 +85,7 @@ def run_depth(options: DepthOptions) -> None:
             model.mask_id,
             canvas=options.builder == "canvas",
             first_mask=first_mask,
+            kinds=kinds,
         )
         profiles.append(replace(found, share=share))
     if options.criterion == "cosine":
@@ -167,14 +169,11 @@ def plot_profiles(profiles: Sequence[ShareProfile], path: Path) -> None:
 
 def _requests(
     model: Model, options: DepthOptions, share: float
-) -> tuple[Int32[np.ndarray, "n s"], int | None]:
-    """Whole requests, and where their masks may begin."""
-    if model.tokenizer is None and model.mask_id == tasks.MASK:
-        each = -(-options.count // len(tasks.TASKS))
-        rows = [
-            tasks.make_examples(task.name, share, each, 1, options.length) for task in tasks.TASKS
-        ]
-        return np.concatenate([r.tokens for r in rows]), int(rows[0].answer_start[0])
+) -> tuple[Int32[np.ndarray, "n s"], int | None, Int[np.ndarray, " n"] | None]:
+    """Whole requests, where their masks may begin, and what kind each is of."""
+    if is_of_tasks(options.model):
+        names = [task.name for task in tasks.TASKS]
+        return task_requests(names, share, options.count, options.length)
     path = model.folder / TOKENIZER
     require(
         model.tokenizer is not None and path.is_file(),
@@ -190,7 +189,19 @@ def _requests(
         len(found) > 1,
         f"the held-out text has {len(found)} sequences of {options.length} tokens; lower length",
     )
-    return np.concatenate(found[:-1]), None  # the last one may be padded
+    return np.concatenate(found[:-1]), None, None  # the last one may be padded
+
+
+def task_requests(
+    names: Sequence[str], share: float, each: int, length: int
+) -> tuple[Int32[np.ndarray, "n s"], int, Int[np.ndarray, " n"]]:
+    """`each` requests of every task, blanks masked and answers not, where those begin, and which
+    task each is of."""
+    rows = [tasks.make_examples(name, share, each, 1, length) for name in names]
+    at = np.arange(length)
+    tokens = [np.where(at < r.answer_start[:, None], tasks.asked(r), r.tokens) for r in rows]
+    kinds = np.repeat(np.arange(len(names)), each)
+    return np.concatenate(tokens), int(rows[0].answer_start[0]), kinds
 
 
 def _table(profile: ShareProfile) -> Table:

@@ -9,12 +9,14 @@ all rows of a canvas may be decoded at once.
     prefix, P tokens  | private, 4 tokens     | canvas: min(n, 12) answers among n tokens
 
 Each symbol of a prefix is the one before it plus one of four steps, so that a hidden one can be
-restored from those beside it. Answer i is a function of the prefix from its row P - 12 page - 6 + i
-on: pages are counted from the prefix's end, so that they lie equally far from every canvas.
+restored from those beside it. A page is 12 rows, and answer i is a function of the prefix at its
+row P - 12 page - 6 + i: pages are counted from the prefix's end, so that they lie equally far from
+every canvas.
 
 The key says in chains which symbols point how far on, and in a prefix with blanks which symbol each
-blank repeats. Blanks are filled where they are, by rows of the prefix itself, which know how with
-the request only: what such a row holds in deep layers is not that of the prefix alone.
+blank repeats. In training blanks are filled where they are as well, by rows of the prefix itself,
+which know how with the request only: what such a row holds in deep layers is not that of the prefix
+alone. Where an answer is asked for, they stay masked.
 
 Shapes: b rows, T tokens a row.
 """
@@ -42,44 +44,66 @@ KEYS = 7
 GAP = 4
 """Rows from a blank to the next. A blank repeats the symbol 1 + key % 3 rows before it."""
 REACH = 6
-"""Rows after its own that an answer may depend on."""
+"""Rows after a page that an answer may depend on."""
 SHORTEST = 1 + PAGE + REACH
 """Tokens of the shortest prefix, which holds one page."""
 
 
+Symbols = Int64[np.ndarray, "b T"]
+Rows = Int64[np.ndarray, "b n"]
+Keys = Int64[np.ndarray, "b"]
+
+
 @dataclass(frozen=True)
 class Task:
-    """A function from a stretch of the prefix to one symbol."""
+    """A function from a row of the prefix to one symbol."""
 
     name: str
-    answer: Callable[[Int64[np.ndarray, "*n w"], Int64[np.ndarray, "*n"]], Int64[np.ndarray, "*n"]]
-    """(w = REACH + 1 symbols from a row on, key) -> symbol."""
+    answer: Callable[[Symbols, Rows, Keys], Rows]
+    """(a prefix with no blanks, rows of one page in order, key) -> a symbol of each."""
 
 
-def _chain(hops: int) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+def _at(symbols: Symbols, rows: Rows) -> Rows:
+    return np.take_along_axis(symbols, rows, 1)
+
+
+def _chain(hops: int) -> Callable[[Symbols, Rows, Keys], Rows]:
     """The symbol `hops` hops on: one row from a symbol below 2 (key + 1), two from another."""
 
-    def answer(window: np.ndarray, key: np.ndarray) -> np.ndarray:
-        here = window[..., 0]
-        at = np.zeros(here.shape, np.int64)
+    def answer(symbols: Symbols, rows: Rows, key: Keys) -> Rows:
         for _ in range(hops):
-            at = at + 1 + (here >= 2 * (key + 1))
-            here = np.take_along_axis(window, at[..., None], -1)[..., 0]
-        return here
+            rows = rows + 1 + (_at(symbols, rows) >= 2 * (key[:, None] + 1))
+        return _at(symbols, rows)
 
     return answer
 
 
+def _rank(symbols: Symbols, rows: Rows, key: Keys) -> Rows:
+    """How many symbols of the page are smaller."""
+    page = _at(symbols, rows)
+    return (page[:, None, :] < page[:, :, None]).sum(2)
+
+
+def _recall(symbols: Symbols, rows: Rows, key: Keys) -> Rows:
+    """The symbol after the last earlier row that has the same symbol; without one, the symbol."""
+    here, at = _at(symbols, rows), np.arange(symbols.shape[1])
+    same = (symbols[:, None] == here[..., None]) & (at >= 1) & (at < rows[..., None])
+    last = same.shape[2] - 1 - same[..., ::-1].argmax(2)
+    return np.where(same.any(2), _at(symbols, np.minimum(last + 1, at[-1])), here)
+
+
 TASKS = (
-    Task("copy", lambda window, key: window[..., 0]),
-    Task("shift", lambda window, key: window[..., 1]),
-    Task("max", lambda window, key: np.maximum(window[..., 0], window[..., 1])),
-    Task("sum", lambda window, key: (window[..., 0] + window[..., 1]) % SYMBOLS),
+    Task("copy", lambda symbols, rows, key: _at(symbols, rows)),
+    Task("shift", lambda symbols, rows, key: _at(symbols, rows + 1)),
+    Task("max", lambda symbols, rows, key: np.maximum(_at(symbols, rows), _at(symbols, rows + 1))),
+    Task("sum", lambda symbols, rows, key: (_at(symbols, rows) + _at(symbols, rows + 1)) % SYMBOLS),
     Task("hop1", _chain(1)),
     Task("hop2", _chain(2)),
     Task("hop3", _chain(3)),
-    # A copy of a page with blanks in it, which are to be filled as well.
-    Task("fill", lambda window, key: window[..., 0]),
+    Task("rank", _rank),
+    Task("recall", _recall),
+    # A copy of a page with blanks in it.
+    Task("fill", lambda symbols, rows, key: _at(symbols, rows)),
 )
 FUNCTION_IDS = SYMBOLS
 """Id that names the first task; the others follow, then pages, then keys."""
@@ -120,7 +144,7 @@ class Mixture:
     """Prefixes alone, of which any token but BEGIN may be hidden."""
     whole: float = 0.1
     """Requests of which any token but BEGIN may be hidden; of the others, canvas and blanks."""
-    weights: tuple[float, ...] = (1.0, 1.0, 1.5, 0.7, 0.3, 0.3, 0.3, 2.5)
+    weights: tuple[float, ...] = (1.0, 1.0, 1.5, 0.7, 0.3, 0.3, 0.3, 0.3, 0.3, 2.5)
     """How often each task is asked, in the order of TASKS."""
 
     def __post_init__(self):
@@ -159,28 +183,39 @@ def make_rows(
     return rows._replace(maskable=rows.maskable | whole[:, None] & seen)
 
 
-def make_examples(task: str, share: float, count: int, seed: int, seq_len: int) -> TaskRows:
-    """Requests of one task, seq_len tokens each, round(share * seq_len) of them its prefix.
+def make_examples(task: str, share: float | None, count: int, seed: int, seq_len: int) -> TaskRows:
+    """Requests of one task, seq_len tokens each, round(share * seq_len) of them its prefix; without
+    a share, of all lengths that training rows have.
 
     Example i has the same prefix in every task of one share and seed, but for blanks. No training
     row of any seed below 2**32 is made by the same draws.
     """
     names = [t.name for t in TASKS]
     require(task in names, f"there is no task {task!r}; use one of {', '.join(names)}")
+    numbers, seed = np.arange(count, dtype=np.uint64), seed + _EXAMPLES
+    if share is None:
+        weights = tuple(float(name == task) for name in names)
+        return make_rows(numbers, seed, seq_len, Mixture(0.0, 0.0, weights))
     prefix_len, longest = round(share * seq_len), seq_len - PRIVATE - 1
     require(
         SHORTEST <= prefix_len <= longest,
         f"a share of {share} makes a prefix of {prefix_len} of {seq_len} tokens, which must be "
         f"{SHORTEST}..{longest}; change the share or seq_len",
     )
-    draws = _Draws(np.arange(count, dtype=np.uint64), seed + _EXAMPLES)
+    draws = _Draws(numbers, seed)
     same = np.ones(count, np.int64)
     return _rows(draws, names.index(task) * same, prefix_len * same, seq_len * same, seq_len)
 
 
+def asked(rows: TaskRows) -> Int32[np.ndarray, "b T"]:
+    """Tokens of requests as a model is given them: answers and blanks are masked."""
+    return np.where(rows.maskable, MASK, rows.tokens).astype(np.int32)
+
+
 def exact_match(rows: TaskRows, decoded: Int32[np.ndarray, "b T"]) -> Bool[np.ndarray, "b"]:
-    """Whether every maskable symbol is right; what follows an answer in its canvas is free."""
-    free = ~rows.maskable | (rows.tokens == END)
+    """Whether every symbol of the answer is right; what follows it in its canvas is free."""
+    at = np.arange(decoded.shape[1])
+    free = (at < rows.answer_start[:, None]) | (at >= rows.answer_stop[:, None])
     return ((decoded == rows.tokens) | free).all(1)
 
 
@@ -222,12 +257,12 @@ def _rows(
     symbols = np.where(blank, np.take_along_axis(symbols, source, 1), symbols)
     page = draws.integer(_PAGE, 1, np.minimum((prefix_len - 1 - REACH) // PAGE, PAGES))
 
-    # What each row would bear, if it were an answer; only those that are one are taken.
-    first = (at - start[:, None]) + (prefix_len - PAGE * page - REACH)[:, None]
-    window = first[..., None] + np.arange(REACH + 1)
-    window = np.take_along_axis(symbols[:, None], np.clip(window, 0, seq_len - 1), 2)
-    keys = np.broadcast_to(key[:, None], window.shape[:2])
-    answers = np.stack([t.answer(window, keys) for t in TASKS])[task, np.arange(len(task))]
+    first = (prefix_len - PAGE * page - REACH)[:, None]
+    answers = np.zeros((len(task), PAGE), np.int64)
+    for place, each in enumerate(TASKS):
+        mine = task == place
+        if mine.any():
+            answers[mine] = each.answer(symbols[mine], first[mine] + np.arange(PAGE), key[mine])
 
     tokens = np.where(at < prefix_len[:, None], symbols, END)
     tokens[:, 0] = BEGIN
@@ -236,7 +271,8 @@ def _rows(
         tokens = np.where(
             request[:, None] & (at == (prefix_len + i)[:, None]), ids[:, None], tokens
         )
-    tokens = np.where((at >= start[:, None]) & (at < stop[:, None]), answers, tokens)
+    spread = np.take_along_axis(answers, np.clip(at - start[:, None], 0, PAGE - 1), 1)
+    tokens = np.where((at >= start[:, None]) & (at < stop[:, None]), spread, tokens)
     real = at < total[:, None]
     maskable = real & (at >= np.where(request, start, 1)[:, None]) | blank
     ints = (x.astype(np.int32) for x in (task, prefix_len, start, stop))

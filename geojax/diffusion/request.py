@@ -72,6 +72,8 @@ class Request:
     ends: bool = True
     """Whether an end-of-text token ends the answer: what is after it is not filled. Only where all
     masks lie at the end; else tokens after them were given, and all are filled."""
+    begin: int = 0
+    """Masks before this place are part of the prompt, and stay: blanks of a form, say."""
 
 
 def prompt(
@@ -83,7 +85,9 @@ def prompt(
 
 
 def masks(request: Request, mask_id: int) -> Bool[np.ndarray, " n"]:
-    return np.asarray(request.tokens) == mask_id
+    """Which are to be filled."""
+    tokens = np.asarray(request.tokens)
+    return (tokens == mask_id) & (np.arange(len(tokens)) >= request.begin)
 
 
 def check(request: Request, model: TransformerConfig, mask_id: int) -> None:
@@ -94,7 +98,8 @@ def check(request: Request, model: TransformerConfig, mask_id: int) -> None:
         f"a request's tokens have shape {tokens.shape} and type {tokens.dtype}; give a list of ids",
     )
     hidden = masks(request, mask_id)
-    require(hidden.any(), f"no token is the mask, {mask_id}; say where tokens are wanted")
+    where = f" from place {request.begin} on" if request.begin else ""
+    require(hidden.any(), f"no token{where} is the mask, {mask_id}; say where tokens are wanted")
     require(
         tokens.min() >= 0 and tokens.max() < model.vocab_size,
         f"token {tokens.max() if tokens.min() >= 0 else tokens.min()} is not in 0.."

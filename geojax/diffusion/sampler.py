@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int32
 from geojax.config import RunError, require
 from geojax.diffusion.canvas import Canvas, Rules, begin, commit, power_of_two, window
 from geojax.diffusion.forward import hidden, read_window, rows_of
-from geojax.diffusion.request import Request, check
+from geojax.diffusion.request import Request, check, masks
 from geojax.models.transformer import Params, Transformer
 
 _POSITION_BUCKET = 64  # sequences are padded to whole multiples of it
@@ -132,11 +132,11 @@ class Sampler:
 
     def progress(self, canvas: Canvas, rules: Rules, requests: int) -> Progress:
         """On the host, of the first `requests` rows."""
-        tokens, done, end = (
-            np.asarray(x)[:requests] for x in (canvas.tokens, canvas.done, rules.end)
+        tokens, done, begin, end = (
+            np.asarray(x)[:requests] for x in (canvas.tokens, canvas.done, rules.begin, rules.end)
         )
-        hidden_ = tokens == self.mask_id
-        first = np.where(hidden_.any(1), hidden_.argmax(1), end)
+        left = (tokens == self.mask_id) & (np.arange(tokens.shape[1]) >= begin[:, None])
+        first = np.where(left.any(1), left.argmax(1), end)
         return Progress(tokens, first.astype(np.int32), done)
 
     @cached_property
@@ -190,7 +190,7 @@ class Sampler:
 
     def make_answer(self, request: Request, tokens: Int32[np.ndarray, " n"], steps: int) -> Answer:
         """What `tokens`, the request's after the last step, say."""
-        asked = np.asarray(request.tokens) == self.mask_id
+        asked = masks(request, self.mask_id)
         first, last = (int(i) for i in np.flatnonzero(asked)[[0, -1]])
         stop = len(tokens)
         if request.ends and asked[first:].all():

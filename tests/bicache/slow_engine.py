@@ -113,6 +113,7 @@ def answer(model, request, policy, mask_id, segments=(), depth=0, masks=0, trace
     for layer in range(depth if prefix else 0):
         keys[layer, :prefix], values[layer, :prefix] = stored[layer]
     places = np.flatnonzero(tokens == mask_id)
+    places = places[places >= request.begin]
     first, last = places[0], places[-1] + 1
     steps, block = min(ask.steps or len(places), len(places)), ask.block or last - first
     since = 0

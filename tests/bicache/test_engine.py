@@ -13,6 +13,7 @@ from geojax.bicache.depth import Depths
 from geojax.bicache.engine import Engine, Job, Sizes
 from geojax.bicache.pages import NoPagesError
 from geojax.bicache.policy import get_policy
+from geojax.bicache.shapes import bucket, buckets
 from geojax.config import ConfigError, RunError
 from geojax.diffusion.request import Request, SamplingConfig, prompt
 from geojax.diffusion.sampler import Sampler
@@ -50,11 +51,19 @@ def request(seed, given, canvas, **kwargs):
     return prompt(ids.tolist(), canvas, MASK, SamplingConfig(**kwargs))
 
 
+def blanks(ask, prefix, places):
+    """The same with masks in its prefix, which stay."""
+    tokens = np.array(ask.tokens)
+    tokens[list(places)] = MASK
+    return Job(replace(ask, tokens=tokens.tolist(), begin=prefix), (prefix,))
+
+
 JOBS = [
     Job(request(0, 45, 20, block=8, steps=10), (40,)),  # a share of 0.62
     Job(request(1, 73, 16, block=8), (30, 40)),  # two segments, a share of 0.79
     Job(request(2, 9, 12, block=5)),  # no prefix
     Job(request(3, 20, 30, block=0, steps=9), (16,)),  # one page, a share of 0.32
+    blanks(request(4, 52, 18, block=6), 50, (5, 17, 44)),  # a share of 0.71
 ]
 LONG = pytest.mark.full
 POLICIES = [
@@ -192,7 +201,10 @@ def test_work_is_what_the_definitions_say():
     job = Job(request(5, 48, 16, block=0), (40,))  # a share of 0.625: 2 of 4 layers
     made.answer([job])
     steps, refreshes = 16, 6
-    assert made.work == {"suffix": steps * 24 * 4, "prefix": refreshes * 40 * 2, "probes": 0}
+    # Computed are a bucket of 64 rows, and three pages.
+    computed = steps * 64 * 4 + refreshes * 3 * PAGE * 2
+    useful = {"suffix": steps * 24 * 4, "prefix": refreshes * 40 * 2, "probes": 0}
+    assert made.work == useful | {"computed": computed}
 
 
 def test_memory_that_is_too_small_is_refused_and_nothing_leaks():
@@ -248,6 +260,38 @@ def test_a_request_of_no_numbers_spoils_no_page():
     with pytest.raises(RunError, match="logits are not finite"):
         made.answer([Job(request(99, 40, 8))])
     made.check_books()
+
+
+def test_a_call_that_fails_and_takes_the_pool_with_it_ends_those_requests_alone(monkeypatch):
+    """Donated arrays are gone when a program fails, and with them all that was kept."""
+    made = Engine(sampler(), get_policy("bicache", 3), SIZES, DEPTHS)
+    slots = [made.admit(job) for job in JOBS[:2]]
+
+    def failing(params, pool, *args):
+        for array in pool:
+            array.delete()
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(made, "_program", lambda shape: failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        made.run(slots[:1])
+    monkeypatch.undo()
+    assert len(made.store) == 0
+    with pytest.raises(RunError, match="admit them again"):
+        made.run(slots[1:])
+    for slot in slots:
+        made.leave(slot)
+    assert made.kv.taken == made.hidden.taken == 0
+    for job, found in zip(JOBS, made.answer(JOBS), strict=True):
+        np.testing.assert_array_equal(found.tokens, slow("bicache", 3, job))
+
+
+def test_buckets_are_powers_of_two_and_half_as_much_again():
+    assert buckets(1, 100) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
+    for size in range(300):
+        found = bucket(size)
+        assert size <= found <= max(1.5 * size, 2 * size if size < 2 else 0)
+        assert bucket(found) == found
 
 
 def test_segments_are_found_for_a_request():

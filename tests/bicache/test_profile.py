@@ -3,6 +3,7 @@
 
 import json
 import math
+from functools import partial
 
 import jax
 import numpy as np
@@ -141,3 +142,14 @@ def test_a_table_of_other_weights_or_another_builder_is_refused(tmp_path):
     path.write_text("{}")
     with pytest.raises(ConfigError, match="is no table of depths"):
         read_table(path, "abc", "prefix")
+
+
+def test_a_rare_kind_of_requests_decides_how_deep(params, sequences):
+    """What is bad for a twelfth of the requests is no less bad for them."""
+    model, kinds = Transformer(MODEL), np.arange(12) // 11
+    profile = partial(profile_share, model, params, prefix=12, mask_id=MASK, masked=(1.0,))
+    apart, together = profile(sequences, kinds=kinds), profile(sequences)
+    each = [profile(rows) for rows in (sequences[:11], sequences[11:])]
+    worst = [max(e.effects[d].kl_p95 for e in each) for d in range(4)]
+    assert [e.kl_p95 for e in apart.effects] == pytest.approx(worst, rel=1e-3)
+    assert worst[1] != pytest.approx(together.effects[1].kl_p95, rel=1e-3)

@@ -27,6 +27,7 @@ from geojax.data.tasks import (
     TASKS,
     VOCAB,
     Mixture,
+    asked,
     exact_match,
     make_examples,
     make_rows,
@@ -65,9 +66,15 @@ def read(tokens):
         assert name == "fill"
         far = 1 + (key - KEY_IDS) % 3
         tokens = [tokens[i - far] if id == MASK else id for i, id in enumerate(tokens)]
-    for row in range(ask - PAGE * page - REACH, ask - PAGE * page - REACH + PAGE):
+    first = ask - PAGE * page - REACH
+    for row in range(first, first + PAGE):
         here, beside = tokens[row], tokens[row + 1]
-        if name.startswith("hop"):
+        if name == "rank":
+            answer.append(sum(other < here for other in tokens[first : first + PAGE]))
+        elif name == "recall":
+            earlier = [i for i in range(1, row) if tokens[i] == here]
+            answer.append(tokens[earlier[-1] + 1] if earlier else here)
+        elif name.startswith("hop"):
             for _ in range(int(name[3:])):
                 row += 1 if tokens[row] < limit else 2
             answer.append(tokens[row])
@@ -110,6 +117,16 @@ def test_examples_are_right_and_of_the_share_asked(task, share):
     canvas = np.arange(80) >= these.answer_start[:, None]
     np.testing.assert_array_equal(these.maskable & canvas, canvas)
     assert (these.maskable == canvas).all() == (task != "fill")
+
+
+def test_examples_of_no_share_have_all_lengths_of_training_rows():
+    these = make_examples("hop2", None, 2000, 0, 80)
+    assert_right(these)
+    assert (these.task == NAMES.index("hop2")).all()
+    assert set(these.real.sum(1).tolist()) == set(range(40, 81))
+    shares = these.prefix_len / these.real.sum(1)
+    assert shares.min() < 0.5
+    assert shares.max() > 0.9
 
 
 def test_tasks_share_the_prefixes_of_their_examples():
@@ -203,7 +220,7 @@ def test_lengths_pages_and_keys_spread_over_all_that_fit(seq_len):
 
 
 def test_shares_of_the_mixture():
-    weights = (3.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0)
+    weights = (3.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0)
     these = rows(8000, documents=0.3, whole=0.2, weights=weights)
     document = these.task < 0
     assert_rate(document.sum(), 8000, 0.3, "documents")
@@ -234,7 +251,15 @@ def test_blanks_are_of_requests_to_fill_alone_and_repeat_what_their_key_says():
     assert not blanks(others).any()
 
 
-def test_exact_match_wants_all_symbols_of_the_answer_and_the_blanks_and_nothing_else():
+def test_what_is_asked_hides_the_answer_and_blanks_and_tells_the_rest():
+    for task in ("copy", "fill"):
+        these = make_examples(task, 0.7, 20, 0, 80)
+        tokens = asked(these)
+        np.testing.assert_array_equal(tokens == MASK, these.maskable)
+        np.testing.assert_array_equal(tokens[~these.maskable], these.tokens[~these.maskable])
+
+
+def test_exact_match_wants_all_symbols_of_the_answer_and_nothing_else():
     these = make_examples("fill", 0.5, 5, 0, 80)
     decoded = these.tokens.copy()
     decoded[1, these.answer_start[1]] ^= 1
@@ -242,7 +267,7 @@ def test_exact_match_wants_all_symbols_of_the_answer_and_the_blanks_and_nothing_
     decoded[3, these.answer_stop[3]] = 0
     decoded[3, 1:4] = MASK
     decoded[4, np.flatnonzero(these.maskable[4])[2]] ^= 1
-    assert exact_match(these, decoded).tolist() == [True, False, False, True, False]
+    assert exact_match(these, decoded).tolist() == [True, False, False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the guard saves of requests that a table of depths is wrong for.
+
+The depths are those that every task but one bears, and bounds are profiled on those. Requests of
+the one that was left out, whose prefixes have blanks that only their private part explains, are
+failures that nobody foresaw; all others should go on undisturbed.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from geojax.bench.bicache import SHARES
+from geojax.bicache.depth import Depths, Guard
+from geojax.bicache.engine import Engine, Job, Sizes
+from geojax.bicache.policy import get_policy
+from geojax.bicache.profile import profile_share
+from geojax.bicache.table import guard_of, task_requests
+from geojax.config import require
+from geojax.data import tasks
+from geojax.diffusion.exact import LENGTH, STEPS, require_tasks, right
+from geojax.diffusion.load import Model, load
+from geojax.diffusion.request import Request
+from geojax.models.transformer import Transformer
+from geojax.track.environment import machine
+from geojax.track.metrics import to_json, write_atomically
+
+LEFT_OUT = "fill"
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Of requests of one task under one depth."""
+
+    task: str
+    share: float
+    depth: int
+    requests: int
+    right: float
+    """Share of right answers, the prefix refreshed and not shared."""
+    unguarded: float
+    guarded: float
+    recovered: float | None
+    """Of answers that only sharing makes wrong, how many the guard makes right; None: of none."""
+    retreats: int
+    extra: float
+    """Row-layers of probes over all others."""
+
+
+@dataclass(frozen=True)
+class GuardOptions:
+    """What the guard saves of requests that a table of depths is wrong for, on tasks."""
+
+    model: tyro.conf.Positional[Path]
+    """Folder of a diffusion model of tasks, such as a run of preset dlm-tasks."""
+    depth: int = 4
+    """Layers that all prefixes are shared in, but too many for task fill."""
+    count: int = 500
+    """Requests of each task and share."""
+    every: int = 4
+    """Steps from one refresh to the next."""
+    json: Path | None = None
+    """File for the figures."""
+
+
+def run_guard(options: GuardOptions) -> list[Watch]:
+    """Answer requests with and without a guard, and print the table. ConfigError on bad input."""
+    model, console = load(options.model), Console(highlight=False)
+    require_tasks(model)
+    layers = model.config.layers
+    require(
+        0 < options.depth < layers,
+        f"depth {options.depth} must lie in 1..{layers - 1}, where hidden states are kept",
+    )
+    require(options.count >= 1, f"count {options.count} must be at least 1")
+    names = [task.name for task in tasks.TASKS]
+    guard = _profiled(model, [n for n in names if n != LEFT_OUT], options.depth)
+    found = []
+    for name in names:
+        for share in SHARES:
+            found.append(_watch(model, guard, name, share, options))
+            console.print(f"answered {name}, prefix {share:.0%}")
+    console.print(_table(found))
+    alarms = sum(w.retreats for w in found if w.task != LEFT_OUT)
+    others = sum(w.requests for w in found if w.task != LEFT_OUT)
+    console.print(f"  false alarms: {alarms} of {others}, {alarms / others:.1%}")
+    if options.json:
+        content = {"machine": machine(), "revision": model.revision, "every": options.every}
+        content |= {"watches": [asdict(w) for w in found]}
+        write_atomically(options.json, json.dumps(to_json(content), indent=2) + "\n")
+        console.print(f"wrote {options.json}")
+    return found
+
+
+def _profiled(model: Model, names: Sequence[str], depth: int) -> Guard:
+    """Bounds for that depth, over requests of these tasks with all shares."""
+    profiles = []
+    for share in SHARES:
+        sequences, first_mask, kinds = task_requests(names, share, 32, LENGTH)
+        prefix = round(share * LENGTH)
+        profiles.append(
+            profile_share(
+                Transformer(model.config),
+                model.params,
+                sequences,
+                prefix,
+                model.mask_id,
+                first_mask=first_mask,
+                kinds=kinds,
+            )
+        )
+    return guard_of(profiles, Depths(((0.0, depth),)))
+
+
+def _watch(model: Model, guard: Guard, name: str, share: float, options: GuardOptions) -> Watch:
+    rows = tasks.make_examples(name, share, options.count, 0, LENGTH)
+    depths, sizes = Depths(((0.0, options.depth),)), Sizes(2e8, 2e7, page=16)
+
+    def answers(policy: str, watching: Guard | None) -> tuple[Engine, np.ndarray]:
+        engine = Engine(
+            model.sampler(), get_policy(policy, options.every), sizes, depths, guard=watching
+        )
+
+        def answer(asks: Sequence[Request]) -> list[np.ndarray]:
+            found = engine.answer([Job(ask, (int(rows.prefix_len[0]),)) for ask in asks])
+            engine.store.purge()
+            return [x.tokens for x in found]
+
+        return engine, right(rows, STEPS, answer)
+
+    _, plain = answers("refresh", None)
+    _, shared = answers("bicache", None)
+    engine, guarded = answers("bicache", guard)
+    lost = plain & ~shared
+    work = engine.work
+    return Watch(
+        name,
+        share,
+        options.depth,
+        options.count,
+        float(plain.mean()),
+        float(shared.mean()),
+        float(guarded.mean()),
+        float(guarded[lost].mean()) if lost.any() else None,
+        engine.retreats,
+        work["probes"] / (work["suffix"] + work["prefix"]),
+    )
+
+
+def _table(found: Sequence[Watch]) -> Table:
+    table = Table(
+        "task",
+        "prefix",
+        "not shared",
+        "shared",
+        "guarded",
+        "recovered",
+        "retreats",
+        "extra rows",
+        box=box.SIMPLE_HEAD,
+    )
+    for w in found:
+        table.add_row(
+            w.task,
+            f"{w.share:.0%}",
+            f"{w.right:.1%}",
+            f"{w.unguarded:.1%}",
+            f"{w.guarded:.1%}",
+            "" if w.recovered is None else f"{w.recovered:.1%}",
+            f"{w.retreats} of {w.requests}",
+            f"{w.extra:.1%}",
+        )
+    return table

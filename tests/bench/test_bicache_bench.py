@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `geojax bench bicache` compares, and how it counts."""
+
+import json
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from geojax.bench.bicache import BicacheOptions, cells, compare, run_bicache
+from geojax.bicache.depth import Depths
+from geojax.config import ConfigError
+from geojax.data import tasks
+from geojax.models.config import get_model
+from geojax.models.transformer import init_params
+from geojax.models.weights import SpecialTokens, save_safetensors
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model of tasks that knows nothing."""
+    config = replace(get_model("dlm-tasks"), layers=2, dim=24, heads=1, kv_heads=1, mlp_dim=16)
+    params = jax.tree.map(np.asarray, init_params(config, 0))
+    target = tmp_path_factory.mktemp("tasks") / "model"
+    save_safetensors(params, config, target, special=SpecialTokens(mask=tasks.MASK, eos=tasks.END))
+    return target
+
+
+def test_every_depth_and_every_policy_is_compared_with_no_reuse_first():
+    found = list(cells("copy", 0.7, 4, Depths(((0.0, 2),)), 4, "prefix"))
+    assert found[0].policy == "none"
+    assert {c.policy for c in found} == {
+        *("none", "refresh", "prefix", "dual", "full", "bicache", "bicache-dual")
+    }
+    assert [c.depth for c in found if c.policy == "bicache"] == [1, 2, 3]
+    assert [c.depth for c in found if c.policy == "full"] == [4]
+    assert [c.depth for c in found if c.policy == "bicache-dual"] == [2]
+    assert len({c.name for c in found}) == len(found)
+
+
+def test_losses_are_paired_and_their_bound_covers_them():
+    cell, rng = next(cells("copy", 0.7, 4, None, 4, "prefix")), np.random.default_rng(0)
+    plain = rng.random(2000) < 0.9
+    worse = plain & (rng.random(2000) < 0.95)
+    found = compare(cell, worse, plain)
+    assert found.loss == pytest.approx(np.mean(plain) - np.mean(worse))
+    # Unpaired, the error would be three times as large.
+    assert 0 < found.bound - found.loss < 1.645 * np.sqrt(0.05 * 0.95 / 2000) * 1.1
+    same = compare(cell, plain, plain)
+    assert (same.loss, same.bound) == (0, pytest.approx(3 / 2000))
+    covered = 0
+    for _ in range(400):
+        worse = plain & (rng.random(2000) < 0.98)
+        covered += compare(cell, worse, plain).bound >= 0.02 * plain.mean()
+    assert covered / 400 > 0.92
+
+
+@pytest.mark.full
+def test_a_second_start_takes_what_was_answered(folder, tmp_path, capsys):
+    options = BicacheOptions(folder, out=tmp_path, count=6, tasks=("fill",), every=2, steps=3)
+    first = run_bicache(options)
+    assert {r.cell.share for r in first} == {0.5, 0.7, 0.9}
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.glob("fill-*.json")}
+    assert len(files) == len(first)
+    assert run_bicache(options) == first
+    assert files == {path: path.stat().st_mtime_ns for path in tmp_path.glob("fill-*.json")}
+    assert len(json.loads((tmp_path / "bicache.json").read_text())["results"]) == len(first)
+
+
+def test_bad_input_is_refused(folder, tmp_path):
+    with pytest.raises(ConfigError, match="count 1 must be at least 2"):
+        run_bicache(BicacheOptions(folder, out=tmp_path, count=1))
+    with pytest.raises(ConfigError, match=r"no task is named \['swap'\]"):
+        run_bicache(BicacheOptions(folder, out=tmp_path, tasks=("swap",)))
