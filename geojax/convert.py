@@ -9,17 +9,10 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from geojax.config import ConfigError, require
 from geojax.data.sources import atomic
 from geojax.models.config import TransformerConfig
-
-if TYPE_CHECKING:
-    from geojax.config import RunConfig
-    from geojax.data import Tokenizer
-    from geojax.models.transformer import Params
-    from geojax.models.weights import SpecialTokens
 
 TOKENIZER = "tokenizer.json"
 # Beside the tokenizer, what that library looks for: templates, special tokens, sampling, and the
@@ -71,6 +64,7 @@ def convert(
         read_special,
         save_safetensors,
     )
+    from geojax.trained import read_run
 
     progress = progress or (lambda line: None)
     source, target = source.expanduser(), target.expanduser()
@@ -112,26 +106,6 @@ def convert(
         ) from error
     tensors = len(file_shapes(huggingface_tensors(config), config))
     return Converted(config, tensors, written, tokenized)
-
-
-def read_run(folder: Path) -> "tuple[RunConfig, Params, SpecialTokens, Tokenizer | None]":
-    """Config, parameters, special tokens and tokenizer of a run, from its newest checkpoint and
-    cached text; no tokenizer where the text is no longer there, or there was none."""
-    from geojax import runs
-    from geojax.data import TaskSet, cache_dir, read_tokenizer
-    from geojax.models.weights import SpecialTokens
-    from geojax.train.checkpoint import read_params
-
-    config = runs.read_config(folder / "config.json")
-    params, meta = read_params(folder)
-    if config.data.source.kind == "tasks":
-        return config, params, SpecialTokens(mask=TaskSet.mask_id, eos=TaskSet.eos_id), None
-    path = cache_dir() / "corpora" / meta["corpus"] / TOKENIZER
-    if not path.is_file():
-        return config, params, SpecialTokens(), None
-    tokenizer = read_tokenizer(path)
-    mask = None if config.model.causal else tokenizer.mask_id
-    return config, params, SpecialTokens(mask=mask, eos=tokenizer.eos_id), tokenizer
 
 
 def run_convert(source: Path, target: Path, dtype: str) -> None:

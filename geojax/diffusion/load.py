@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Int32
 
 from geojax.config import ConfigError, require
-from geojax.convert import read_run
 from geojax.data import read_tokenizer
 from geojax.diffusion.sampler import Sampler
 from geojax.models.config import TransformerConfig
@@ -22,6 +21,7 @@ from geojax.models.transformer import Params, Transformer
 from geojax.models.weights import SpecialTokens, forbidden_ids, load_safetensors, read_special
 from geojax.models.weights import read_config as read_weights_config
 from geojax.models.weights.special import TOKENIZER
+from geojax.trained import read_run
 
 if TYPE_CHECKING:
     import tokenizers

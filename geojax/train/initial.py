@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that a run starts from, where they are not fresh ones."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +28,15 @@ def read_init(folder: str, model: TransformerConfig) -> Params:
     if theirs.vocab_size < model.vocab_size:
         free.append("vocab_size")
     expected = replace(theirs, **{name: getattr(model, name) for name in free})
+    differ = {
+        f"model.{f.name} {getattr(model, f.name)!r}": f"{getattr(expected, f.name)!r}"
+        for f in fields(model)
+        if getattr(model, f.name) != getattr(expected, f.name)
+    }
     require(
-        expected == model,
-        f"init {folder} holds {theirs}, and the config's model is {model}; set model to match",
+        not differ,
+        f"init {folder} is of another model: {', '.join(differ)} is {', '.join(differ.values())} "
+        "there; set it to match",
     )
     params = load_safetensors(path, theirs)
     for name in ("embed", "head"):

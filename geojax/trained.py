@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run trained, for whoever uses it afterwards."""
+
+from pathlib import Path
+
+from geojax.config import RunConfig
+from geojax.data import TaskSet, Tokenizer, cache_dir, read_tokenizer
+from geojax.models.transformer import Params
+from geojax.models.weights import SpecialTokens
+from geojax.models.weights.special import TOKENIZER
+from geojax.runs import read_config
+from geojax.train.checkpoint import read_params
+
+
+def read_run(folder: Path) -> tuple[RunConfig, Params, SpecialTokens, Tokenizer | None]:
+    """Config, parameters, special tokens and tokenizer of a run, from its newest checkpoint and
+    cached text; no tokenizer where the text is no longer there, or there was none."""
+    config = read_config(folder / "config.json")
+    params, meta = read_params(folder)
+    if config.data.source.kind == "tasks":
+        return config, params, SpecialTokens(mask=TaskSet.mask_id, eos=TaskSet.eos_id), None
+    path = cache_dir() / "corpora" / meta["corpus"] / TOKENIZER
+    if not path.is_file():
+        return config, params, SpecialTokens(), None
+    tokenizer = read_tokenizer(path)
+    mask = None if config.model.causal else tokenizer.mask_id
+    return config, params, SpecialTokens(mask=mask, eos=tokenizer.eos_id), tokenizer
