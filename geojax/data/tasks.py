@@ -5,8 +5,8 @@ Invariant: row n is a pure function of (n, seed, seq_len, mixture), by hashes of
 generator holds a state. A request's answer is a function of the tokens before its canvas alone, so
 all rows of a canvas may be decoded at once.
 
-    BEGIN s s s ... s | ASK function page key | a a ... a END ... END
-    prefix, P tokens  | private, 4 tokens     | canvas: min(n, 12) answers among n tokens
+    BEGIN s s s ... s | function page THIS key other | a a ... a END ... END
+    prefix, P tokens  | private, 5 tokens            | canvas: min(n, 12) answers among n tokens
 
 Each symbol of a prefix is the one before it plus one of four steps, so that a hidden one can be
 restored from those beside it. A page is 12 rows, and answer i is a function of the prefix at its
@@ -14,9 +14,13 @@ row P - 12 page - 6 + i: pages are counted from the prefix's end, so that they l
 every canvas.
 
 The key says in chains which symbols point how far on, and in a prefix with blanks which symbol each
-blank repeats. In training blanks are filled where they are as well, by rows of the prefix itself,
-which know how with the request only: what such a row holds in deep layers is not that of the prefix
-alone. Where an answer is asked for, they stay masked.
+blank repeats. It is the one after THIS; the other means nothing, and comes first as often as not. A
+row far away cannot tell them apart before those rows have looked around themselves: so no row of a
+prefix can use the key in its first layer.
+
+In training blanks are filled where they are as well, by rows of the prefix itself, which know how
+with the request only: what such a row holds in deep layers is not that of the prefix alone. Where
+an answer is asked for, they stay masked.
 
 Shapes: b rows, T tokens a row.
 """
@@ -35,7 +39,7 @@ SYMBOLS = 16
 """Ids below are symbols, and are the numbers that they stand for."""
 STEPS = np.array([1, 3, 6, 11])
 """What may be added, modulo SYMBOLS, from one symbol of a prefix to the next."""
-PRIVATE = 4
+PRIVATE = 5
 """Tokens between prefix and canvas."""
 PAGE = 12
 """Rows of a page, and most symbols of an answer."""
@@ -109,12 +113,15 @@ FUNCTION_IDS = SYMBOLS
 """Id that names the first task; the others follow, then pages, then keys."""
 PAGE_IDS = FUNCTION_IDS + len(TASKS)
 KEY_IDS = PAGE_IDS + PAGES
-BEGIN, ASK, END, MASK = range(KEY_IDS + KEYS, KEY_IDS + KEYS + 4)
+BEGIN, THIS, END, MASK = range(KEY_IDS + KEYS, KEY_IDS + KEYS + 4)
 VOCAB = MASK + 1
 _FILL = len(TASKS) - 1
 
 # Draws of a row: its own, and from _FIRST_STEP on one for each of its places.
-_TOTAL, _SHARE, _KIND, _TASK, _SYMBOL, _PAGE, _KEY, _BLANK, _FIRST_STEP = range(9)
+(
+    *(_TOTAL, _SHARE, _KIND, _TASK, _SYMBOL, _PAGE, _KEY, _OTHER, _ORDER, _BLANK),
+    _FIRST_STEP,
+) = range(11)
 _SHARES = (0.45, 0.92)  # of a request's tokens that are its prefix
 _EXAMPLES = 1 << 32  # what seeds of examples are moved by, so that no training row is among them
 
@@ -266,7 +273,15 @@ def _rows(
 
     tokens = np.where(at < prefix_len[:, None], symbols, END)
     tokens[:, 0] = BEGIN
-    private = (np.full_like(task, ASK), FUNCTION_IDS + task, PAGE_IDS + page - 1, KEY_IDS + key)
+    other = KEY_IDS + draws.integer(_OTHER, 0, KEYS - 1)
+    late = draws.integer(_ORDER, 0, 1) == 1  # the key comes last
+    private = (
+        FUNCTION_IDS + task,
+        PAGE_IDS + page - 1,
+        np.where(late, other, THIS),
+        np.where(late, THIS, KEY_IDS + key),
+        np.where(late, KEY_IDS + key, other),
+    )
     for i, ids in enumerate(private):
         tokens = np.where(
             request[:, None] & (at == (prefix_len + i)[:, None]), ids[:, None], tokens
