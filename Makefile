@@ -5,13 +5,17 @@ BIN := $(VENV)/bin
 
 AOT := .venv-aot
 
-.PHONY: demo test test-full test-aot lint format bench clean
+.PHONY: demo test test-runs test-full test-aot lint format bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/geojax demo
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not full" --durations 10
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not full and not runs" --durations 10
+
+# Whole runs as a user starts them: every command in README, and the recipe of the tasks' model.
+test-runs: $(VENV)/.ready
+	$(BIN)/python -m pytest -n 2 -m "runs and not full" --durations 0
 
 test-full: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations 0

@@ -20,18 +20,16 @@ from jaxtyping import Array, Float
 
 from geojax.meshes.axes import DATA, PIPELINE, TENSOR
 from geojax.meshes.pipeline import run_pipeline
+from geojax.meshes.remat import LAYER_INPUT, keeps
 from geojax.meshes.rules import Rule, make_rules, state_specs, vocab_axes
-from geojax.meshes.strategy import Remat, Strategy
+from geojax.meshes.squares import Squares, block_norms, block_squares
+from geojax.meshes.strategy import Strategy
 from geojax.models.attention import attend, attend_cudnn
 from geojax.models.collectives import Collectives, vocab_nats
 from geojax.models.config import TransformerConfig
-from geojax.models.dropout import KEPT_MASK, Dropout
+from geojax.models.dropout import Dropout
 from geojax.models.params import block_dims
 from geojax.models.transformer import Inputs, Params, Transformer
-
-_LAYER_INPUT = "layer input"
-_SUMS = ("reduce_scatter", "psum", "psum_invariant")
-_ATTENTION = "dot_product_attention_fwd"  # start of the name of cuDNN's kernel
 
 
 class Sequences(NamedTuple):
@@ -59,45 +57,6 @@ class SequenceSums(NamedTuple):
     nats: Float[Array, "m b"]
     tokens: Float[Array, "m b"]
     """Loss-bearing ones."""
-
-
-class Squares(NamedTuple):
-    """Squared norms of gradients of parts of a batch, summed over the parts, and the squares of the
-    parts' tokens; the noise scale follows from them (geojax.cona.noise).
-
-    By block: a layer's tensor [L], layers in storage order; a table's row [V]; any other tensor
-    whole. So a preconditioner that is one number a block can weigh them afterwards.
-    """
-
-    parts: Any
-    """Like the parameters: over micro-batches and copies, as far as the strategy has their
-    gradients apart (`gradient_parts`)."""
-    parts_tokens: Any
-    norms: Any
-    """Like the norms among the blocks: over sequences."""
-    norms_tokens: Any
-
-
-def gradient_parts(strategy: Strategy) -> int:
-    """Parts of a batch whose gradients a strategy computes apart: micro-batches, unless a pipeline
-    differentiates all of them at once, and copies, unless FSDP sums theirs layer by layer."""
-    micro_batches = strategy.micro_batches if strategy.pp == 1 else 1
-    return micro_batches * (strategy.dp if strategy.sharding != "all" else 1)
-
-
-def block_squares(tree: Params) -> Params:
-    """Sum of squares of each block of a tree like the parameters; float32 or wider."""
-
-    def squares(path, x: Array) -> Array:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        return jnp.sum(jnp.square(wide), axis=range(block_dims(path), x.ndim))
-
-    return jax.tree_util.tree_map_with_path(squares, tree)
-
-
-def block_norms(blocks: Params) -> Params:
-    """The norms among stacked parameters."""
-    return {name: leaves for name, leaves in blocks.items() if name.endswith("_norm")}
 
 
 @dataclass(frozen=True)
@@ -402,7 +361,7 @@ class ShardedModel:
 
     def _remat(self, layer):
         def named(x, item):
-            return layer(checkpoint_name(x, _LAYER_INPUT), item)
+            return layer(checkpoint_name(x, LAYER_INPUT), item)
 
         return jax.checkpoint(named, policy=self._keep, prevent_cse=False)
 
@@ -461,32 +420,6 @@ class ShardedModel:
 def _named(spec: Any) -> tuple[str, ...]:
     """Axes that a spec, or a part of one, names."""
     return tuple(a for axis in spec if axis for a in (axis if isinstance(axis, tuple) else (axis,)))
-
-
-def keeps(remat: Remat, primitive: Any, *_: Any, **params: Any) -> bool:
-    """Whether the backward pass finds the result of an operation of the forward pass.
-
-    Always a layer's input. Under "matmuls" also products with weights, summed over devices; under
-    "none" also what attention and all other collectives gave, and dropout's masks. All else is
-    elementwise, and cheaper to compute again than to write and read. Weights that were cast,
-    gathered from other copies or picked out of a stage's chunks are never kept.
-    """
-    name = params["name"] if primitive.name == "name" else primitive.name
-    if name == _LAYER_INPUT:
-        return True
-    if remat == "full":
-        return False
-    if name == "dot_general":
-        return not params["dimension_numbers"][1][0]  # with batch dims it is attention's
-    axes = params.get("axis_name", params.get("axes"))
-    between_parts = axes in (TENSOR, (TENSOR,))
-    if name in _SUMS:
-        return between_parts
-    if remat == "matmuls":
-        return False
-    if name == "all_gather":
-        return between_parts
-    return name == KEPT_MASK or name.startswith(_ATTENTION)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import pytest
+
 from geojax.cli import main
 
 README = Path(__file__).parent.parent / "README.md"
@@ -19,6 +21,7 @@ def readme_commands() -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
+@pytest.mark.runs
 def test_every_command_in_readme_works(tmp_path, monkeypatch, capsys):
     text = "\n\n".join(topics[key] for key in sorted(topics))
     (tmp_path / "mytext.txt").write_text(text, encoding="utf-8")

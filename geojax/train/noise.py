@@ -14,7 +14,8 @@ import optax
 
 from geojax.cona.noise import Moments, single_step
 from geojax.config import OptimizerConfig
-from geojax.meshes.gradient import LossSums, Sequences, Squares, block_norms, block_squares
+from geojax.meshes.gradient import LossSums, Sequences
+from geojax.meshes.squares import Squares, block_norms, block_squares
 from geojax.models.transformer import Params
 
 Metric = Literal["plain", "preconditioned"]

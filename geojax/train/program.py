@@ -24,10 +24,11 @@ from geojax.cona.rules import beta2_for
 from geojax.config import ConfigError, OptimizerConfig, TrainConfig
 from geojax.data import Batch, empty_batch
 from geojax.meshes.axes import strategy_mesh
-from geojax.meshes.gradient import Sequences, SequenceSums, ShardedModel, gradient_parts
+from geojax.meshes.gradient import Sequences, SequenceSums, ShardedModel
 from geojax.meshes.pipeline import storage_order
 from geojax.meshes.reshard import in_stack, reshard
 from geojax.meshes.rules import state_specs
+from geojax.meshes.squares import gradient_parts
 from geojax.meshes.strategy import Strategy, require_legal
 from geojax.models.config import TransformerConfig
 from geojax.models.transformer import Params, abstract_params, init_params

@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 from geojax.cona.noise import Moments
 from geojax.config import TrainConfig
 from geojax.data import Batch
-from geojax.meshes.gradient import LossSums, Squares
+from geojax.meshes.gradient import LossSums
+from geojax.meshes.squares import Squares
 from geojax.models.transformer import Params
 from geojax.train.noise import Measure
 from geojax.train.optim import make_optimizer, make_schedule

@@ -18,8 +18,8 @@ from geojax.cona.controller import Round
 from geojax.cona.decision import Decision, record
 from geojax.config import ConfigError, LostRunError, RunConfig, RunError, require
 from geojax.data import Corpus, TaskSet, both_splits
-from geojax.meshes.gradient import gradient_parts
 from geojax.meshes.reshard import reshard
+from geojax.meshes.squares import gradient_parts
 from geojax.meshes.strategy import Strategy, parse_strategy
 from geojax.platform import Watchdog, detect_gpu, mfu
 from geojax.track.console import (

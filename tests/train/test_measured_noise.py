@@ -25,14 +25,9 @@ from geojax.cona.noise import NoiseTracker
 from geojax.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from geojax.data import Batch, empty_batch
 from geojax.meshes.axes import strategy_mesh
-from geojax.meshes.gradient import (
-    ShardedModel,
-    Squares,
-    block_norms,
-    block_squares,
-    gradient_parts,
-)
+from geojax.meshes.gradient import ShardedModel
 from geojax.meshes.pipeline import storage_order
+from geojax.meshes.squares import Squares, block_norms, block_squares, gradient_parts
 from geojax.meshes.strategy import Strategy, enumerate_strategies, parse_strategy
 from geojax.models.config import TransformerConfig
 from geojax.models.params import block_dims, roles
