@@ -86,6 +86,9 @@ class TransformerConfig:
     """Whether row i predicts token i + 1 though it sees that token's place too, as a model does
     that was made of an autoregressive one; where unset, a bidirectional model's predicts token i.
     """
+    embed_init: float = 0.0
+    """Deviation of a fresh embedding's elements, where the head is another table; 0: 1 / sqrt(dim).
+    The larger it is, the deeper a row's keys and values stay those of its own token."""
 
     def __post_init__(self):
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "mlp_dim"):
@@ -111,6 +114,11 @@ class TransformerConfig:
             )
         if self.family == "bert" and not self.tied:
             raise ValueError("model tied False: the head of a bert is its embedding; set it True")
+        if self.embed_init < 0 or (self.tied and self.embed_init):
+            raise ValueError(
+                f"model embed_init {self.embed_init} must be above 0, and means nothing where the "
+                "head is the embedding; leave it unset"
+            )
         if self.rope_theta <= 0 or self.norm_eps <= 0:
             raise ValueError(
                 f"model rope_theta {self.rope_theta} and norm_eps {self.norm_eps} must be above 0; "
@@ -243,6 +251,7 @@ MODELS: dict[str, TransformerConfig] = {
         mlp_dim=256,
         norm_eps=1e-6,
         bidirectional=True,
+        embed_init=0.5,
     ),
     "dream-tiny": TransformerConfig(
         vocab_size=512,

@@ -32,9 +32,11 @@ def normal_init(rngs: nnx.Rngs, *shape: int, fan_in: int, scale: float = 1.0) ->
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
 
 
-def table_init(rngs: nnx.Rngs, config: TransformerConfig) -> nnx.Param:
-    """A vocabulary table [padded_vocab, d]; rows beyond the vocabulary are zeros, and stay so."""
-    table = normal_init(rngs, config.vocab_size, config.dim, fan_in=config.dim)[...]
+def table_init(rngs: nnx.Rngs, config: TransformerConfig, std: float = 0.0) -> nnx.Param:
+    """A vocabulary table [padded_vocab, d] of deviation `std`, 1 / sqrt(d) where that is 0; rows
+    beyond the vocabulary are zeros, and stay so."""
+    scale = std * math.sqrt(config.dim) or 1.0
+    table = normal_init(rngs, config.vocab_size, config.dim, fan_in=config.dim, scale=scale)[...]
     return nnx.Param(jnp.pad(table, ((0, config.padded_vocab - config.vocab_size), (0, 0))))
 
 

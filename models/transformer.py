@@ -59,7 +59,7 @@ class Embedder(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.embed = table_init(rngs, config)
+        self.embed = table_init(rngs, config, config.embed_init)
         if config.learned_positions:
             self.positions = normal_init(rngs, config.context, config.dim, fan_in=config.dim)
         if config.family == "bert":

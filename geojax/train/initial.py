@@ -22,7 +22,7 @@ def read_init(folder: str, model: TransformerConfig) -> Params:
     """
     path = Path(folder).expanduser()
     theirs = read_config(path)
-    free = ["dropout", "attention_dropout"]
+    free = ["dropout", "attention_dropout", "embed_init"]
     if theirs.causal and not model.causal:
         free += ["bidirectional", "shifted"]
     if theirs.vocab_size < model.vocab_size:
