@@ -5,8 +5,8 @@ Invariant: row n is a pure function of (n, seed, seq_len, mixture), by hashes of
 generator holds a state. A request's answer is a function of the tokens before its canvas alone, so
 all rows of a canvas may be decoded at once.
 
-    BEGIN s s s ... s | function page THIS key other | a a ... a END ... END
-    prefix, P tokens  | private, 5 tokens            | canvas: min(n, 12) answers among n tokens
+    BEGIN s s s ... s | function page key THIS key key | a a ... a END ... END
+    prefix, P tokens  | private, 6 tokens              | canvas: min(n, 12) answers among n tokens
 
 Each symbol of a prefix is the one before it plus one of four steps, so that a hidden one can be
 restored from those beside it. A page is 12 rows, and answer i is a function of the prefix at its
@@ -14,9 +14,9 @@ row P - 12 page - 6 + i: pages are counted from the prefix's end, so that they l
 every canvas.
 
 The key says in chains which symbols point how far on, and in a prefix with blanks which symbol each
-blank repeats. It is the one after THIS; the other means nothing, and comes first as often as not. A
-row far away cannot tell them apart before those rows have looked around themselves: so no row of a
-prefix can use the key in its first layer.
+blank repeats. All keys are there, in any order, and it is the one after THIS: a row far away, to
+which their order is nothing before those rows have looked around themselves, learns nothing of it.
+So a prefix's rows can make no use of the key in their first layer.
 
 In training blanks are filled where they are as well, by rows of the prefix itself, which know how
 with the request only: what such a row holds in deep layers is not that of the prefix alone. Where
@@ -27,6 +27,7 @@ Shapes: b rows, T tokens a row.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -39,14 +40,14 @@ SYMBOLS = 16
 """Ids below are symbols, and are the numbers that they stand for."""
 STEPS = np.array([1, 3, 6, 11])
 """What may be added, modulo SYMBOLS, from one symbol of a prefix to the next."""
-PRIVATE = 5
+PRIVATE = 6
 """Tokens between prefix and canvas."""
 PAGE = 12
 """Rows of a page, and most symbols of an answer."""
 PAGES = 3
-KEYS = 7
+KEYS = 3
 GAP = 4
-"""Rows from a blank to the next. A blank repeats the symbol 1 + key % 3 rows before it."""
+"""Rows from a blank to the next. A blank repeats the symbol 1 + key rows before it."""
 REACH = 6
 """Rows after a page that an answer may depend on."""
 SHORTEST = 1 + PAGE + REACH
@@ -72,11 +73,11 @@ def _at(symbols: Symbols, rows: Rows) -> Rows:
 
 
 def _chain(hops: int) -> Callable[[Symbols, Rows, Keys], Rows]:
-    """The symbol `hops` hops on: one row from a symbol below 2 (key + 1), two from another."""
+    """The symbol `hops` hops on: one row from a symbol below 4 (key + 1), two from another."""
 
     def answer(symbols: Symbols, rows: Rows, key: Keys) -> Rows:
         for _ in range(hops):
-            rows = rows + 1 + (_at(symbols, rows) >= 2 * (key[:, None] + 1))
+            rows = rows + 1 + (_at(symbols, rows) >= 4 * (key[:, None] + 1))
         return _at(symbols, rows)
 
     return answer
@@ -119,9 +120,10 @@ _FILL = len(TASKS) - 1
 
 # Draws of a row: its own, and from _FIRST_STEP on one for each of its places.
 (
-    *(_TOTAL, _SHARE, _KIND, _TASK, _SYMBOL, _PAGE, _KEY, _OTHER, _ORDER, _BLANK),
+    *(_TOTAL, _SHARE, _KIND, _TASK, _SYMBOL, _PAGE, _KEY, _ORDER, _BLANK),
     _FIRST_STEP,
-) = range(11)
+) = range(10)
+_ORDERS = np.array(list(permutations(range(KEYS))))
 _SHARES = (0.45, 0.92)  # of a request's tokens that are its prefix
 _EXAMPLES = 1 << 32  # what seeds of examples are moved by, so that no training row is among them
 
@@ -260,7 +262,7 @@ def _rows(
     key = draws.integer(_KEY, 0, KEYS - 1)
     blank = (at >= GAP) & (at < prefix_len[:, None]) & (task == _FILL)[:, None]
     blank &= (at + draws.integer(_BLANK, 0, GAP - 1)[:, None]) % GAP == 0
-    source = np.maximum(at - (1 + key % (GAP - 1))[:, None], 0)
+    source = np.maximum(at - (1 + key)[:, None], 0)
     symbols = np.where(blank, np.take_along_axis(symbols, source, 1), symbols)
     page = draws.integer(_PAGE, 1, np.minimum((prefix_len - 1 - REACH) // PAGE, PAGES))
 
@@ -273,15 +275,12 @@ def _rows(
 
     tokens = np.where(at < prefix_len[:, None], symbols, END)
     tokens[:, 0] = BEGIN
-    other = KEY_IDS + draws.integer(_OTHER, 0, KEYS - 1)
-    late = draws.integer(_ORDER, 0, 1) == 1  # the key comes last
-    private = (
-        FUNCTION_IDS + task,
-        PAGE_IDS + page - 1,
-        np.where(late, other, THIS),
-        np.where(late, THIS, KEY_IDS + key),
-        np.where(late, KEY_IDS + key, other),
-    )
+    listed = KEY_IDS + _ORDERS[draws.integer(_ORDER, 0, len(_ORDERS) - 1)]
+    at_key = (listed == KEY_IDS + key[:, None]).argmax(1)[:, None]
+    marked = np.arange(KEYS + 1)
+    keys = np.take_along_axis(listed, np.minimum(marked - (marked > at_key), KEYS - 1), 1)
+    keys = np.where(marked == at_key, THIS, keys)
+    private = (FUNCTION_IDS + task, PAGE_IDS + page - 1, *keys.T)
     for i, ids in enumerate(private):
         tokens = np.where(
             request[:, None] & (at == (prefix_len + i)[:, None]), ids[:, None], tokens
