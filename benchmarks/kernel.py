@@ -6,8 +6,9 @@
 
 Every kernel that takes a case is first compared with float64, on rows drawn from its output, and
 then timed: the median of some measurements, each of enough calls to last, beside the bound that
-the data sheet sets. Then attention's share of the model's FLOPs, by formula. `--interpret` compares
-small shapes on a CPU, under Pallas' interpreter, and times nothing.
+the data sheet sets. Attention's share of the model's FLOPs is by formula. Last, the engine answers
+requests by random weights of the model's shape, end to end, with each kernel. `--interpret`
+compares small shapes on a CPU, under Pallas' interpreter, whose times say nothing.
 """
 
 import argparse
@@ -21,11 +22,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from geojax.bicache.kernels import cudnn
-from geojax.bicache.kernels.choose import choose_for
+from geojax.bicache import engine as engines
+from geojax.bicache.depth import Depths
+from geojax.bicache.engine import Engine, Job, Sizes
+from geojax.bicache.kernels import choose, cudnn
+from geojax.bicache.kernels.choose import Choice, choose_for
 from geojax.bicache.kernels.mosaic_gpu import attend_mosaic
 from geojax.bicache.kernels.reference import Part, attend_xla
+from geojax.bicache.policy import get_policy
+from geojax.diffusion.request import SamplingConfig, prompt
+from geojax.diffusion.sampler import Sampler
 from geojax.meshes.hardware import GPUS, Gpu
+from geojax.models.config import TransformerConfig, get_model
+from geojax.models.transformer import Transformer, abstract_params
 
 SAMPLES = 48
 """Rows of an output that are compared with float64."""
@@ -181,6 +190,67 @@ def run(name: str, model: Shape, case: Case, dtype: str, gpu: Gpu) -> None:
         )
 
 
+def random_weights(config: TransformerConfig, dtype: str):
+    """Normal ones of the size that fresh ones have, made in `dtype` on the device."""
+    leaves, tree = jax.tree.flatten(abstract_params(config))
+
+    def make(key, shape):
+        fan_in = shape[-2] if len(shape) > 1 else 1
+        return jax.random.normal(key, shape, dtype) / jnp.sqrt(fan_in).astype(dtype)
+
+    made = jax.jit(make, static_argnums=1)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    return tree.unflatten([made(k, x.shape) for k, x in zip(keys, leaves, strict=True)])
+
+
+def end_to_end(config: TransformerConfig, name: str, prefix: int, batch: int, dtype: str) -> None:
+    """Seconds of a batch of requests under each kernel that takes them, in turn."""
+    mask, canvas, private, steps = config.vocab_size - 1, 64, 64, 32
+    forbidden = np.arange(config.vocab_size) == mask
+    weights = random_weights(config, dtype)
+    sampler = Sampler(Transformer(config), weights, mask, forbidden, dtype=jnp.dtype(dtype))
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, mask, prefix).tolist()
+    ask = SamplingConfig(steps=steps, block=32)
+    jobs = [
+        Job(
+            prompt([*shared, *rng.integers(0, mask, private).tolist()], canvas, mask, ask),
+            (prefix,),
+        )
+        for _ in range(batch)
+    ]
+    row_bytes = 4 * config.layers * config.kv_heads * config.head_dim
+    sizes = Sizes(2 * (batch + 1) * (prefix + 256) * row_bytes, 8 * prefix * config.dim)
+    depths, took = Depths(((0.0, config.layers // 2),)), {}
+    real = choose.choose_for
+    best = real(jax.devices()[0], *_probe(config, dtype)).kernel
+    for kernel in dict.fromkeys([best, "xla"]):
+        choose.choose_for = lambda *_, kernel=kernel: Choice(kernel, ())
+        engines._compiled.cache_clear()  # programs are kept by shape, not by kernel
+        for policy in ("none", "bicache"):
+            engine = Engine(sampler, get_policy(policy), sizes, depths)
+            engine.answer(jobs)
+            started = time.perf_counter()
+            engine.answer(jobs)
+            took[kernel, policy] = time.perf_counter() - started
+    choose.choose_for = real
+    for (kernel, policy), spent in took.items():
+        print(
+            f"{name} end to end, {batch} x {prefix} + {private} + {canvas}, {policy:<8} "
+            f"{kernel:<10} {spent:6.2f} s, {batch * canvas / spent:7.1f} tokens/s, "
+            f"{took['xla', policy] / spent:.2f}x of xla's speed",
+            flush=True,
+        )
+
+
+def _probe(config: TransformerConfig, dtype: str) -> tuple:
+    """Arguments of `choose_for` like the engine's: pages that a table names."""
+    q = jax.ShapeDtypeStruct((1, 64, config.heads, config.head_dim), jnp.dtype(dtype))
+    page = jax.ShapeDtypeStruct((8, 64, config.kv_heads, config.head_dim), jnp.dtype(dtype))
+    counts = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    return q, Part(page, page, counts), counts
+
+
 def interpret() -> None:
     """Small cases under the interpreter; SystemExit where one is off."""
     attend = jax.jit(partial(attend_mosaic, interpret=plgpu.InterpretGPUParams()))
@@ -191,7 +261,11 @@ def interpret() -> None:
             print(f"{case} {name:<10} error {out_error:.1e}, lse {lse_error:.1e}", flush=True)
             if out_error > 2**-8 or lse_error > 1e-4:
                 raise SystemExit(f"{name} is off by {out_error:.1e} and {lse_error:.1e}")
-    print("interpreted on a CPU: no times")
+    tiny = TransformerConfig(
+        vocab_size=512, dim=64, layers=2, heads=2, kv_heads=1, mlp_dim=96, bidirectional=True
+    )
+    end_to_end(tiny, "tiny", 128, 2, "bfloat16")
+    print("interpreted on a CPU: these times say nothing")
 
 
 def sheet() -> Gpu:
@@ -236,6 +310,8 @@ def main() -> None:
                     for entries in options.entries:
                         case = Case(batch, block, prefix, options.own, entries)
                         run(name, model, case, options.dtype, gpu)
+        for prefix in options.prefixes[:2]:
+            end_to_end(get_model(name), name, prefix, 4, options.dtype)
     return None
 
 

@@ -113,7 +113,7 @@ class Engine:
         self.retreats = 0
         """Requests that stopped sharing, as the guard saw them drift."""
         self.lookup = Lookup(self.store, self.page, self.page)
-        self._shapes = Shapes(sampler.mask_id, config.layers, self.page, policy.window != "suffix")
+        self.shapes = Shapes(sampler.mask_id, config.layers, self.page, policy.window != "suffix")
         self.work = {"suffix": 0.0, "prefix": 0.0, "probes": 0.0, "computed": 0.0}
         """Row-layers so far that requests needed; and that were computed, with those of padding and
         of prefixes that did not refresh beside others that did. Builds apart
@@ -267,7 +267,7 @@ class Engine:
                 "a call failed and took the memory of all requests with it; admit them again"
             )
         with self._keeping_pool():
-            carry = self._call(self._shapes.of(slots), slots, probes, steps)
+            carry = self._call(self.shapes.of(slots), slots, probes, steps)
             canvas, since, work, drift, taken = jax.device_get(
                 (carry.canvas, carry.since, carry.work, carry.drift, carry.steps)
             )
@@ -282,7 +282,7 @@ class Engine:
     def _call(self, shape: Shape, slots: Sequence[Slot], probes: bool, steps: int) -> Carry:
         looked_at = self.guard.rows if probes and self.guard else 0
         watched = [self._watched(slot) for slot in slots]
-        rows, canvas, rules = self._shapes.assemble(slots, shape, looked_at, watched)
+        rows, canvas, rules = self.shapes.assemble(slots, shape, looked_at, watched)
         self._used.add((shape, looked_at))
         carry = self._program(shape)(
             self.sampler.params, self.pool, rows, canvas, rules, np.int32(steps)
