@@ -3,8 +3,8 @@
 
     python benchmarks/bicache.py [--rounds N] [--batch 1 4] [--out FOLDER]
 
-A model with random weights (512 wide, 12 layers; what it says does not matter here) fills canvases
-behind prefixes of 0.5, 0.7 and 0.9 of 512 tokens, everything compiled before. All policies run in
+A model with random weights (512 wide, 12 layers; what it says does not matter here) fills a block of
+32 in 16 steps behind prefixes of 0.5, 0.7 and 0.9 of 512 tokens, everything compiled before. All policies run in
 turn in each round, in one process; ratios are of seconds over no reuse of the same round. Predicted
 ratios count multiplications: of rows by weights, of queries by keys and values, of the head, of the
 rows that requests have; what is padded to the shapes' buckets is not in them.
@@ -37,7 +37,7 @@ from geojax.track.environment import machine
 MODEL = TransformerConfig(
     vocab_size=8192, dim=512, layers=12, heads=8, kv_heads=8, mlp_dim=1408, bidirectional=True
 )
-MASK, LENGTH, STEPS, BLOCK, DEPTH = 8191, 512, 16, 16, 6
+MASK, LENGTH, STEPS, BLOCK, DEPTH = 8191, 512, 16, 32, 6
 SHARES = (0.5, 0.7, 0.9)
 COLD = ("cold", 1)  # bicache whose store is empty
 POLICIES = [
@@ -81,9 +81,8 @@ def measure(sampler: Sampler, batch: int, share: float, rounds: int) -> list[dic
     prefix, block = round(share * LENGTH), BLOCK
     rng = np.random.default_rng(0)
     shared = rng.integers(0, MASK, prefix)
-    canvas = min(64, LENGTH - prefix - 1) // block * block
+    canvas, steps = block, STEPS
     private = LENGTH - prefix - canvas
-    steps = STEPS * (canvas // block)
     jobs = [
         Job(
             prompt(
