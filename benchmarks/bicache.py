@@ -3,11 +3,11 @@
 
     python benchmarks/bicache.py [--rounds N] [--batch 1 4] [--out FOLDER]
 
-A model with random weights (512 wide, 12 layers; what it says does not matter here) fills a block of
-32 in 16 steps behind prefixes of 0.5, 0.7 and 0.9 of 512 tokens, everything compiled before. All policies run in
-turn in each round, in one process; ratios are of seconds over no reuse of the same round. Predicted
-ratios count multiplications: of rows by weights, of queries by keys and values, of the head, of the
-rows that requests have; what is padded to the shapes' buckets is not in them.
+A model with random weights (512 wide, 12 layers; what it says does not matter here) fills a block
+of 32 in 16 steps behind prefixes of 0.5, 0.7 and 0.9 of 512 tokens, everything compiled before. All
+policies run in turn in each round, in one process; ratios are of seconds over no reuse of the same
+round. Predicted ratios count multiplications: of rows by weights, of queries by keys and values, of
+the head, of the rows that requests have; what is padded to the shapes' buckets is not in them.
 
 `full` is also what a block-causal model of this size would do, whose prefixes do not depend on what
 follows: the price of seeing both ways is the distance from it.
