@@ -194,6 +194,16 @@ def plan(args: list[str]) -> int:
     return 0
 
 
+def simulate(args: list[str]) -> int:
+    """A run's times without the run: up to 256 slices, other links, changing speeds."""
+    if not args or args[0].startswith("-"):
+        return _presets_help("simulate", args)
+    from geojax.simulate.command import SimulateOptions, run_simulate
+
+    run_simulate(_parse_config(SimulateOptions, args, "simulate"))
+    return 0
+
+
 def profile(args: list[str]) -> int:
     """Time steps, or find how deep prefixes may be shared: profile strategies, trace, depth."""
     known = {"strategies": _ProfileStrategies, "trace": _ProfileTrace}
@@ -225,6 +235,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "data": data,
     "report": report,
     "plan": plan,
+    "simulate": simulate,
     "profile": profile,
     "convert": convert,
     "eval": evaluate,
