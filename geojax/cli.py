@@ -130,7 +130,8 @@ def bench(args: list[str]) -> int:
         raise ConfigError(f"geojax bench wants one of {every}, not {(args or [''])[0]!r}")
     options = _parse(known[args[0]], args[1:], f"geojax bench {args[0]}")
     if isinstance(options, _Bench):
-        geomesh.run_bench(options.out, options.jobs, options.seeds, options.json)
+        methods = options.methods or geomesh.BENCH_METHODS
+        geomesh.run_bench(options.out, options.jobs, options.seeds, options.json, methods)
     elif isinstance(options, _BenchCona):
         from geojax.bench.cona import run_cona
 
@@ -325,6 +326,9 @@ class _Bench(_Jobs):
     out: Path = Path("runs/bench-geomesh")
     """Folder of the runs."""
     seeds: int = 3
+    methods: tuple[str, ...] = ()
+    """Which, DiLoCo in any case; halos and streaming-diloco among those there are. Unset: GeoMesh,
+    DiLoCo, the halves and controls."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from geojax.config import RunConfig, require
+from geojax.simulate.baselines import baseline_outcome
 from geojax.simulate.outcome import UNITS, Outcome, budget_sequences, outcome
 from geojax.simulate.report import write_figures
 from geojax.simulate.rounds import Replanner, Round, run_rounds
@@ -100,7 +101,10 @@ def run_simulate(options: SimulateOptions) -> None:
         options.rounds is None or options.rounds >= 2, f"rounds {options.rounds} must be at least 2"
     )
     setting = make_setting(config, options.by, options.copies, **network)
-    _run(setting, options, console)
+    if config.halos or config.streaming:
+        _run_baseline(setting, options, console)
+    else:
+        _run(setting, options, console)
 
 
 def _run(setting: Setting, options: SimulateOptions, console: Console) -> None:
@@ -122,7 +126,7 @@ def _run(setting: Setting, options: SimulateOptions, console: Console) -> None:
     for name, (overlap, replanned) in variants.items():
         rounds = simulate(setting, changes, overlap, replanned, options.rounds)
         found[name] = (outcome(setting, rounds, overlap), rounds)
-    console.print(Text(_title(setting), style="bold"))
+    console.print(Text(_title(setting, setting.pattern), style="bold"))
     for line in _plan_lines(setting):
         console.print(f"  {line}", soft_wrap=True)
     console.print(_table({name: result for name, (result, _) in found.items()}))
@@ -133,19 +137,45 @@ def _run(setting: Setting, options: SimulateOptions, console: Console) -> None:
     if options.json:
         results = [asdict(result) | {"variant": name} for name, (result, _) in found.items()]
         idles = {name: [r.straggler_idle for r in rounds] for name, (_, rounds) in found.items()}
-        content: dict[str, Any] = {
-            "units": UNITS,
-            "plan": [asdict(work) for work in setting.plan.work],
-            "regions": list(setting.network.regions),
-            "loss": options.loss,
-            "jitter_seconds": setting.network.jitter_seconds,
-            "seed": setting.network.seed,
-            "changes": [asdict(change) for change in changes],
-            "results": results,
-        }
+        content = _content(setting, options, changes) | {"results": results}
         if changes:
             content["straggler_idle_by_round"] = idles
         write_figures(options.json, content, console)
+
+
+def _run_baseline(setting: Setting, options: SimulateOptions, console: Console) -> None:
+    """HALoS and Streaming DiLoCo overlap by themselves, and have no plan that follows speeds."""
+    unused = [name for name in ("replan", "overlap", "rounds") if _given(options, name)]
+    if setting.config.halos and options.by != "config":
+        unused.append("exchange")
+    require(not unused, f"{setting.config.name} has its own loop, without {unused}; leave that out")
+    names = [w.name for w in setting.plan.work]
+    changes = [parse_change(text, names) for text in options.changes]
+    found = baseline_outcome(setting, changes)
+    console.print(Text(_title(setting, found.pattern), style="bold"))
+    for line in _plan_lines(setting):
+        console.print(f"  {line}", soft_wrap=True)
+    console.print(_table({"as it is": found}))
+    console.print("Times: modelled clock; nothing was trained.")
+    if options.json:
+        content = _content(setting, options, changes)
+        results = [asdict(found) | {"variant": "as it is"}]
+        write_figures(options.json, content | {"results": results}, console)
+
+
+def _content(
+    setting: Setting, options: SimulateOptions, changes: Sequence[Change]
+) -> dict[str, Any]:
+    """What the figures in a file are of."""
+    return {
+        "units": UNITS,
+        "plan": [asdict(work) for work in setting.plan.work],
+        "regions": list(setting.network.regions),
+        "loss": options.loss,
+        "jitter_seconds": setting.network.jitter_seconds,
+        "seed": setting.network.seed,
+        "changes": [asdict(change) for change in changes],
+    }
 
 
 def simulate(
@@ -175,11 +205,11 @@ def _given(options: SimulateOptions, name: str) -> bool:
     return bool(getattr(options, name))
 
 
-def _title(setting: Setting) -> str:
+def _title(setting: Setting, pattern: str) -> str:
     regions = len(set(setting.network.regions))
     return (
         f"{setting.config.name}: {setting.slices} slices in {regions} regions of "
-        f"{setting.config.clock.wan}, {setting.config.exchange.codec} by {setting.pattern}, "
+        f"{setting.config.clock.wan}, {setting.config.exchange.codec} by {pattern}, "
         f"{format_count(setting.traffic.params)} parameters"
     )
 

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods to compare with that have loops of their own, over the demo's base."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from geojax.config import (
+    ExchangeConfig,
+    HalosConfig,
+    OuterConfig,
+    RunConfig,
+    ServerConfig,
+    StreamingConfig,
+)
+from geojax.configs.geomesh import TUNED, Optimizers, diloco
+
+
+def halos(base: RunConfig, tuned: Optimizers = TUNED) -> RunConfig:
+    """HALoS: asynchronous, by servers in each region and one for all; float32, AdamW inside.
+
+    Kim et al. 2025. Each slice takes the inner steps that fit its speed, as with the published
+    code's scaled numbers of steps.
+    """
+    return replace(
+        diloco(base, tuned),
+        name="halos",
+        balance=replace(base.balance, mode="adaptive"),
+        outer=OuterConfig(),
+        halos=HalosConfig(
+            local_server=ServerConfig(),
+            global_server=ServerConfig(learning_rate=0.3, momentum=0.5, every=2),
+            updates_per_push=2,
+        ),
+    )
+
+
+def streaming_diloco(base: RunConfig, tuned: Optimizers = TUNED) -> RunConfig:
+    """Streaming DiLoCo: fragments in turn, beside the inner steps; 8-bit, AdamW inside.
+
+    Douillard et al. 2025, with 8 bits for their 4.
+    """
+    return replace(
+        diloco(base, tuned),
+        name="streaming-diloco",
+        exchange=ExchangeConfig(codec="int8", schedule="two_phase"),
+        streaming=StreamingConfig(fragments=2, lag_steps=3, local_weight=0.5),
+    )
+
+
+BASELINES: dict[str, Callable[..., RunConfig]] = {
+    "halos": halos,
+    "streaming-diloco": streaming_diloco,
+}
