@@ -196,7 +196,12 @@ def plan(args: list[str]) -> int:
 
 
 def simulate(args: list[str]) -> int:
-    """A run's times without the run: up to 256 slices, other links, changing speeds."""
+    """A run's times without the run: up to 256 slices, other links; or `simulate tables`."""
+    if args and args[0] == "tables":
+        from geojax.simulate.tables import TablesOptions, run_tables
+
+        run_tables(_parse(TablesOptions, args[1:], "geojax simulate tables"))
+        return 0
     if not args or args[0].startswith("-"):
         return _presets_help("simulate", args)
     from geojax.simulate.command import SimulateOptions, run_simulate

@@ -31,7 +31,7 @@ def delayed_nesterov(momentum: float, every: int) -> optax.GradientTransformatio
         return DelayedNesterovState(np.zeros((), np.int32), zeros, zeros)
 
     def update(
-        updates: Any, state: DelayedNesterovState, params: Any = None
+        updates: Any, state: Any, params: Any = None, **_: Any
     ) -> tuple[Any, DelayedNesterovState]:
         del params
         count = state.count + np.int32(1)

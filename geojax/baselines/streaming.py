@@ -143,7 +143,8 @@ class StreamingTrainer(Loop):
             sent[i] += num_bytes
         names = (s.name for s in self.config.slices)
         left_out |= {n for n, h in zip(names, merged.headers, strict=True) if not h.tokens}
-        return merged.pseudo_gradients and list(merged.pseudo_gradients[0])
+        found = merged.pseudo_gradients
+        return list(found[0]) if found else None
 
     def _mix(self, worker: Worker, index: int) -> None:
         """A slice's own fragment and the shared one."""

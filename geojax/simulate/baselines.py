@@ -86,14 +86,12 @@ def _streaming(setting: Setting, speeds: Speeds) -> Outcome:
     spans = [clock.round(number + 1) for number in range(rounds)]
     count = setting.slices
     waits = [min(span.idle) for span in spans]
-    whole = Span(
-        clock.seconds,
-        *(
-            [sum(getattr(s, part)[i] for s in spans) for i in range(count)]
-            for part in ("compute", "transfer")
-        ),
-        [sum(s.idle[i] for s in spans) - sum(waits) for i in range(count)],
-    )
+
+    def total(part: str) -> list[float]:
+        return [sum(getattr(span, part)[i] for span in spans) for i in range(count)]
+
+    idle = [seconds - sum(waits) for seconds in total("idle")]
+    whole = Span(clock.seconds, total("compute"), total("transfer"), idle)
     sent = [float(sum(t.sent_bytes[i] for t in took)) for i in range(count)]
     seconds = sum(t.seconds for t in took)
     return _outcome(setting, pattern, whole, [sum(waits)] * count, rounds, seconds, sent)

@@ -23,6 +23,7 @@ from geojax.baselines.ledger import Ledger
 from geojax.baselines.nesterov import delayed_nesterov
 from geojax.baselines.streaming import StreamingTrainer
 from geojax.baselines.streaming_times import StreamClock, parts
+from geojax.bench.geomesh import run_bench
 from geojax.config import (
     BalanceConfig,
     CheckpointConfig,
@@ -342,3 +343,9 @@ def test_the_demos_of_the_baselines_share_all_but_the_method():
             assert getattr(config, part) == getattr(other, part), (name, part)
         assert config.name == name
         assert config.train.total_tokens == other.train.total_tokens
+
+
+def test_the_benchmark_names_the_methods_that_it_knows(tmp_path):
+    with pytest.raises(ConfigError, match="no method 'halo' to compare; use some of"):
+        run_bench(tmp_path, 1, 1, None, ["halo"])
+    assert not any(tmp_path.iterdir())
