@@ -18,7 +18,8 @@ from geojax.meshes.wan import get_wan
 
 MOST_SLICES = 256
 How = Literal["config", "auto", "gather", "two_phase", "hub"]
-"""config: as the run would; auto: the pattern of the least modelled time."""
+"""config: as the run would; auto: the pattern of the least modelled time, of nearly equal ones the
+simplest."""
 
 
 @dataclass(frozen=True)
