@@ -26,9 +26,9 @@ def halos(base: RunConfig, tuned: Optimizers = TUNED) -> RunConfig:
         name="halos",
         balance=replace(base.balance, mode="adaptive"),
         outer=OuterConfig(),
-        halos=HalosConfig(
-            local_server=ServerConfig(),
-            global_server=ServerConfig(learning_rate=0.3, momentum=0.5, every=2),
+        halos=HalosConfig(  # the best of nine on the tuning text (docs/simulate.md)
+            local_server=ServerConfig(learning_rate=0.7, momentum=0.3),
+            global_server=ServerConfig(learning_rate=0.35, momentum=0.3),
             updates_per_push=2,
         ),
     )
@@ -43,7 +43,8 @@ def streaming_diloco(base: RunConfig, tuned: Optimizers = TUNED) -> RunConfig:
         diloco(base, tuned),
         name="streaming-diloco",
         exchange=ExchangeConfig(codec="int8", schedule="two_phase"),
-        streaming=StreamingConfig(fragments=2, lag_steps=3, local_weight=0.5),
+        # At a local weight of 0.5, their choice, perplexity is 2.7 % higher on the tuning text.
+        streaming=StreamingConfig(fragments=2, lag_steps=3, local_weight=0.0),
     )
 
 
