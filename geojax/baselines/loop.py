@@ -200,7 +200,7 @@ class Loop(ABC):
             "round": self.position.round,
             "tokens": self.tokens,
             "seconds": self.position.seconds,
-            "left_out": [line["slice"] for line in lines if not line["merged"]],
+            "left_out": [],
             "wall_seconds": self._wall_seconds(),
             "samples": self.position.cursor,
             **fields,

@@ -77,7 +77,9 @@ def run_simulate(options: SimulateOptions) -> None:
         "jitter_seconds": options.jitter_ms / 1e3,
         "seed": options.jitter_seed,
     }
+    own_loop = config.halos or config.streaming
     if options.scaling:
+        require(not own_loop, f"{config.name} has its own loop and no patterns to compare by K")
         given = [
             name for name in ("changes", "replan", "overlap", "rounds") if _given(options, name)
         ]
@@ -101,7 +103,7 @@ def run_simulate(options: SimulateOptions) -> None:
         options.rounds is None or options.rounds >= 2, f"rounds {options.rounds} must be at least 2"
     )
     setting = make_setting(config, options.by, options.copies, **network)
-    if config.halos or config.streaming:
+    if own_loop:
         _run_baseline(setting, options, console)
     else:
         _run(setting, options, console)

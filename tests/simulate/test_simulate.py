@@ -196,3 +196,5 @@ def test_a_run_without_slices_or_with_cona_has_nothing_to_simulate():
     with pytest.raises(ConfigError, match="--wan nowhere: no WAN named"):
         with_modelled_clock(METHODS["geomesh"](demo()), "nowhere", (), ())
     assert main(["simulate", "demo-diloco", "--replan"]) == 2
+    for given in ("--scaling", "--overlap", "--replan"):
+        assert main(["simulate", "demo-halos", given]) == 2
