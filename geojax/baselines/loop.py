@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from geojax.baselines.setup import Setup
-from geojax.config import RunConfig
+from geojax.config import LostRunError, RunConfig
 from geojax.data import Corpus, TaskSet
 from geojax.geomesh.checkpoint import Position
 from geojax.geomesh.records import derived_rows, start_record
@@ -207,6 +207,14 @@ class Loop(ABC):
         }
         self._metrics.write("round", **record)
         console.round_line(record, lines)
+        good = any(part.progress.tokens for part in parts)
+        self.position.lost_rounds = 0 if good else self.position.lost_rounds + 1
+        limit = self.config.train.anomalies.max_lost_rounds
+        if self.position.lost_rounds >= limit:
+            raise LostRunError(
+                f"the last {limit} rounds had no good step (train.anomalies.max_lost_rounds); look "
+                "at the data, or lower train.optimizer.learning_rate and start anew"
+            )
 
     @property
     def _wire_bytes(self) -> int:
