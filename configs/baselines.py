@@ -16,7 +16,7 @@ from geojax.configs.geomesh import TUNED, Optimizers, diloco
 
 
 def halos(base: RunConfig, tuned: Optimizers = TUNED) -> RunConfig:
-    """HALoS: asynchronous, by servers in each region and one for all; float32, AdamW inside.
+    """HALoS: no rounds, a server in each region and one for all; AdamW.
 
     Kim et al. 2025. Each slice takes the inner steps that fit its speed, as with the published
     code's scaled numbers of steps.
@@ -35,7 +35,7 @@ def halos(base: RunConfig, tuned: Optimizers = TUNED) -> RunConfig:
 
 
 def streaming_diloco(base: RunConfig, tuned: Optimizers = TUNED) -> RunConfig:
-    """Streaming DiLoCo: fragments in turn, beside the inner steps; 8-bit, AdamW inside.
+    """Streaming DiLoCo: parts of the model in turn, beside the steps; AdamW.
 
     Douillard et al. 2025, with 8 bits for their 4.
     """

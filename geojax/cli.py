@@ -478,7 +478,7 @@ def _presets_help(command: str, args: list[str]) -> int:
         print("       geojax train --resume RUN")
     print("\npresets:")
     for name, preset in PRESETS.items():
-        print(f"  {name:<21}{preset.line}")
+        print(f"  {name:<23}{preset.line}")
     print(f"\n`geojax {command} PRESET --help` lists every field.")
     return 0 if args else 2
 
