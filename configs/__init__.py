@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from geojax.config import ConfigError, OptimizerConfig, RunConfig
+from geojax.configs.baselines import BASELINES
 from geojax.configs.cona import MODELLED, cona_large, cona_tiny
 from geojax.configs.diffusion import dlm_tasks
 from geojax.configs.geomesh import METHODS, UNTUNED, demo, published
@@ -17,7 +18,7 @@ from geojax.configs.strategies import large, tiny
 from geojax.meshes.strategy import parse_strategy
 from geojax.models.config import get_model
 
-__all__ = ["METHODS", "PRESETS", "Preset", "demo", "load_config"]
+__all__ = ["BASELINES", "METHODS", "PRESETS", "Preset", "demo", "load_config"]
 
 
 # Learning rates as published: Brown et al. 2020, Devlin et al. 2019, Grattafiori et al. 2024.
@@ -39,7 +40,7 @@ class Preset:
 
 def _presets() -> dict[str, Preset]:
     presets = {"quickstart": Preset(quickstart, _first_line(quickstart))}
-    for name, method in METHODS.items():
+    for name, method in (METHODS | BASELINES).items():
         line = _first_line(method)
         presets[f"demo-{name}"] = Preset(lambda m=method: m(demo()), f"{line} 133k, CPU.")
     for size in ("150m", "300m", "500m"):

@@ -135,7 +135,8 @@ def bench(args: list[str]) -> int:
         raise ConfigError(f"geojax bench wants one of {every}, not {(args or [''])[0]!r}")
     options = _parse(known[args[0]], args[1:], f"geojax bench {args[0]}")
     if isinstance(options, _Bench):
-        geomesh.run_bench(options.out, options.jobs, options.seeds, options.json)
+        methods = options.methods or geomesh.BENCH_METHODS
+        geomesh.run_bench(options.out, options.jobs, options.seeds, options.json, methods)
     elif isinstance(options, _BenchCona):
         from geojax.bench.cona import run_cona
 
@@ -178,6 +179,21 @@ def plan(args: list[str]) -> int:
     return 0
 
 
+def simulate(args: list[str]) -> int:
+    """A run's times without the run: up to 256 slices, other links; or `simulate tables`."""
+    if args and args[0] == "tables":
+        from geojax.simulate.tables import TablesOptions, run_tables
+
+        run_tables(_parse(TablesOptions, args[1:], "geojax simulate tables"))
+        return 0
+    if not args or args[0].startswith("-"):
+        return _presets_help("simulate", args)
+    from geojax.simulate.command import SimulateOptions, run_simulate
+
+    run_simulate(_parse_config(SimulateOptions, args, "simulate"))
+    return 0
+
+
 def profile(args: list[str]) -> int:
     """Time steps, or find how deep prefixes may be shared: profile strategies, trace, depth."""
     known = {"strategies": _ProfileStrategies, "trace": _ProfileTrace}
@@ -209,6 +225,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "data": data,
     "report": report,
     "plan": plan,
+    "simulate": simulate,
     "profile": profile,
     "convert": convert,
     "eval": evaluate,
@@ -298,6 +315,9 @@ class _Bench(_Jobs):
     out: Path = Path("runs/bench-geomesh")
     """Folder of the runs."""
     seeds: int = 3
+    methods: tuple[str, ...] = ()
+    """Which, DiLoCo in any case; halos and streaming-diloco among those there are. Unset: GeoMesh,
+    DiLoCo, the halves and controls."""
 
 
 @dataclass(frozen=True)
@@ -407,7 +427,7 @@ def _presets_help(command: str, args: list[str]) -> int:
         print("       geojax train --resume RUN")
     print("\npresets:")
     for name, preset in PRESETS.items():
-        print(f"  {name:<21}{preset.line}")
+        print(f"  {name:<23}{preset.line}")
     print(f"\n`geojax {command} PRESET --help` lists every field.")
     return 0 if args else 2
 

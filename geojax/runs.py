@@ -252,6 +252,14 @@ def _trainer(
         "so far; set it to 1, or give a strategy in place of slices",
     )
     assert metrics is not None, "one process is the first"
+    if config.halos:
+        from geojax.baselines.halos import HalosTrainer
+
+        return HalosTrainer(config, corpus, metrics, checkpoints, stop, watchdog)
+    if config.streaming:
+        from geojax.baselines.streaming import StreamingTrainer
+
+        return StreamingTrainer(config, corpus, metrics, checkpoints, stop, watchdog)
     return Trainer(config, corpus, metrics, checkpoints, stop, watchdog)
 
 

@@ -4,7 +4,8 @@
 Model: a transfer takes half a round trip plus its bits over the link's rate. In a phase of a
 collective every slice sends something to every other, one peer after another and without waiting
 for arrivals, and receives likewise. The phase ends when the slice with most to send or receive is
-through, half of the longest round trip later. Jitter and loss are not modelled.
+through, half of the longest round trip later. Loss slows the streams that a rate is made of
+(`Wan.under_loss`); jitter is not modelled here (geojax.meshes.network).
 
 Invariant: every ordered pair of a `Wan`'s regions has a rate; a round-trip time that was not
 measured is NaN, and refused on use, never guessed.
@@ -13,10 +14,13 @@ measured is NaN, and refused on use, never guessed.
 import csv
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import permutations
 from typing import Literal
+
+from geojax.meshes.azure import PROFILES, STREAMS, azure_links
+from geojax.meshes.tcp import lossy_rate
 
 LOCAL_BITS_PER_SECOND = 100e9
 """Rate between two slices of one region: a 100 Gbit/s network card."""
@@ -33,6 +37,28 @@ class Wan:
     """[R, R]; the diagonal joins two slices of one region."""
     rtt_seconds: tuple[tuple[float, ...], ...]
     """[R, R]; NaN where unknown."""
+    streams: int = 1
+    """TCP streams that a rate between regions is made of."""
+    shared: bool = False
+    """Whether a rate between regions is of one line that all slices of a region share, and not
+    each slice's own. Times below are of one slice a region; geojax.meshes.network counts the
+    rest."""
+
+    def under_loss(self, loss: float) -> "Wan":
+        """The same links where a share `loss` of the packets between regions is lost.
+
+        ValueError unless it lies in [0, 1).
+        """
+        if not 0 <= loss < 1:
+            raise ValueError(f"loss {loss} must lie in [0, 1); it is a share, not a percentage")
+        rates = [
+            [
+                rate if i == j else lossy_rate(rate, self.rtt_seconds[i][j], loss, self.streams)
+                for j, rate in enumerate(row)
+            ]
+            for i, row in enumerate(self.bits_per_second)
+        ]
+        return replace(self, bits_per_second=tuple(map(tuple, rates)))
 
     def link_seconds(self, src: str, dst: str, payload_bytes: int) -> float:
         """Seconds until the last of `payload_bytes`, sent from `src`, is at `dst`.
@@ -107,7 +133,9 @@ def get_wan(name_or_csv: str) -> Wan:
         )
     try:
         with open(name_or_csv, newline="", encoding="utf-8") as file:
-            return _from_links(_read_links(csv.DictReader(file)))
+            reader = csv.DictReader(file)
+            links = _read_links(reader)
+            return _from_links(links, 64 if "gbps_64_streams" in (reader.fieldnames or ()) else 1)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"WAN file {name_or_csv!r} cannot be read: {error}") from error
     except ValueError as error:
@@ -157,7 +185,7 @@ def _number(cell: str | None, where: str) -> float:
     return value
 
 
-def _from_links(links: _Links) -> Wan:
+def _from_links(links: _Links, streams: int, shared: bool = False) -> Wan:
     """A full matrix from links that may be given in one direction only."""
     regions = tuple(dict.fromkeys(region for pair in links for region in pair))
 
@@ -174,6 +202,8 @@ def _from_links(links: _Links) -> Wan:
         regions=regions,
         bits_per_second=tuple(tuple(rate for rate, _ in row) for row in rows),
         rtt_seconds=tuple(tuple(rtt for _, rtt in row) for row in rows),
+        streams=streams,
+        shared=shared,
     )
 
 
@@ -201,8 +231,13 @@ _GEOMESH_LINKS = {
 
 WANS: dict[str, Wan] = {
     # The published setting says nothing of latency; this one adds it.
-    "geomesh-azure": _from_links(_GEOMESH_LINKS),
+    "geomesh-azure": _from_links(_GEOMESH_LINKS, STREAMS["constrained"], shared=True),
     "geomesh-azure-no-latency": _from_links(
-        {pair: (rate, 0.0) for pair, (rate, _) in _GEOMESH_LINKS.items()}
+        {pair: (rate, 0.0) for pair, (rate, _) in _GEOMESH_LINKS.items()},
+        STREAMS["constrained"],
+        shared=True,
     ),
+} | {
+    f"azure-{name}": _from_links(azure_links(name), STREAMS[name], shared=name == "constrained")
+    for name in PROFILES
 }

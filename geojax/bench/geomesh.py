@@ -20,7 +20,7 @@ from rich.table import Table
 
 from geojax.bench.jobs import run_all
 from geojax.config import OptimizerConfig, OuterConfig, RunConfig, require, with_seed
-from geojax.configs import METHODS, demo
+from geojax.configs import BASELINES, METHODS, demo
 from geojax.track.console import format_share
 from geojax.track.metrics import to_json, write_atomically
 from geojax.track.report import report
@@ -52,19 +52,32 @@ def run_demo(folder: Path, jobs: int, json_path: Path | None) -> None:
     report(list(configs), folder, json_path or folder / "report.json", None)
 
 
-def run_bench(folder: Path, jobs: int, seeds: int, json_path: Path | None) -> None:
-    """All methods and controls over several seeds: means, spreads, and differences by seed."""
+def run_bench(
+    folder: Path,
+    jobs: int,
+    seeds: int,
+    json_path: Path | None,
+    methods: Sequence[str] = BENCH_METHODS,
+) -> None:
+    """Methods and controls over several seeds: means, spreads, and differences by seed.
+
+    DiLoCo, which the others are compared to, is always among them. ConfigError for an unknown one.
+    """
     require(seeds >= 1, f"seeds {seeds} must be at least 1")
+    known = METHODS | BASELINES
+    for name in methods:
+        require(name in known, f"no method {name!r} to compare; use some of {list(known)}")
+    methods = list(dict.fromkeys((*methods, "diloco")))
     console = Console(highlight=False)
     configs = {
-        folder / f"{name}-seed{seed}": with_seed(METHODS[name](demo()), seed)
+        folder / f"{name}-seed{seed}": with_seed(known[name](demo()), seed)
         for seed in range(seeds)
-        for name in BENCH_METHODS
+        for name in methods
     }
     run_all(configs, jobs, console)
-    results = {name: [] for name in BENCH_METHODS}
+    results = {name: [] for name in methods}
     for seed in range(seeds):
-        runs = {name: load_run(folder / f"{name}-seed{seed}") for name in BENCH_METHODS}
+        runs = {name: load_run(folder / f"{name}-seed{seed}") for name in methods}
         target = common_target(list(runs.values()))
         for name, run in runs.items():
             results[name].append(summarise(run, target))

@@ -7,6 +7,7 @@ names. Nothing here imports JAX, so that the command line answers at once.
 """
 
 from geojax.config.base import ConfigError, LostRunError, RunError, require
+from geojax.config.baselines import HalosConfig, ServerConfig, StreamingConfig
 from geojax.config.cona import ChainLeg, ConaConfig, NoiseConfig, ScalingConfig
 from geojax.config.data import DataConfig, MaskingConfig, SourceConfig, TokenizerConfig
 from geojax.config.geomesh import (
@@ -40,6 +41,7 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "ExchangeConfig",
+    "HalosConfig",
     "LostRunError",
     "MaskingConfig",
     "NoiseConfig",
@@ -50,8 +52,10 @@ __all__ = [
     "RunError",
     "ScalingConfig",
     "ScheduleConfig",
+    "ServerConfig",
     "SliceConfig",
     "SourceConfig",
+    "StreamingConfig",
     "TokenizerConfig",
     "TrainConfig",
     "WatchdogConfig",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from geojax.config.base import STRICT, ConfigError, require
+from geojax.config.baselines import HalosConfig, StreamingConfig, check_baselines
 from geojax.config.cona import ChainLeg, ConaConfig, NoiseConfig, ScalingConfig
 from geojax.config.data import DataConfig, MaskingConfig
 from geojax.config.geomesh import (
@@ -54,6 +55,10 @@ class RunConfig:
     data: DataConfig = DataConfig()
     exchange: ExchangeConfig = ExchangeConfig()
     outer: OuterConfig = OuterConfig()
+    halos: HalosConfig | None = None
+    """Slices that train by HALoS, to compare with."""
+    streaming: StreamingConfig | None = None
+    """Slices that train by Streaming DiLoCo, to compare with."""
     clock: ClockConfig = ClockConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -83,6 +88,8 @@ class RunConfig:
         )
         self._check_data()
         self._check_noise()
+        if self.halos or self.streaming:
+            check_baselines(self)
         if self.slices:
             self._check_slices()
         else:

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a simulated run came to: rounds in figures, as a table and as JSON.
+
+Invariant: for every slice the shares of compute, straggler wait and WAN wait sum to 1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from geojax.simulate.rounds import Round
+from geojax.simulate.setting import Setting
+
+UNITS = {
+    "round_seconds": "modelled seconds, mean over rounds",
+    "exchange_seconds": "modelled seconds that an exchange is under way, mean over rounds",
+    "compute": "share of the run's time, mean over slices",
+    "straggler_idle": "share of the run's time, of the slice with most",
+    "wan_idle": "share of the run's time, of the slice with most",
+    "payload_bytes": "of one slice's message",
+    "sent_bytes": "by a slice in a round, mean over slices",
+    "most_sent_bytes": "by the slice that sends most, in a round",
+    "tokens_per_round": "predicted tokens, over all slices, of the first round",
+    "rounds": "to the token budget",
+    "hours": "modelled, to the token budget",
+    "lag_rounds": "rounds between an exchange's beginning and its result",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A simulated run; units in `UNITS`."""
+
+    method: str
+    slices: int
+    regions: int
+    wan: str
+    pattern: str
+    overlap: bool
+    round_seconds: float
+    exchange_seconds: float
+    compute: float
+    straggler_idle: float
+    wan_idle: float
+    payload_bytes: int
+    sent_bytes: float
+    most_sent_bytes: int
+    tokens_per_round: int
+    rounds: int
+    hours: float
+    lag_rounds: int
+
+
+def budget_sequences(setting: Setting) -> int:
+    """Sequences that the run's tokens are, rounded up."""
+    config = setting.config
+    return -(-config.train.total_tokens // config.data.seq_len)
+
+
+def outcome(setting: Setting, rounds: Sequence[Round], overlap: bool) -> Outcome:
+    """Of `rounds`; where they end before the tokens do, the rest takes as long as their mean."""
+    config, count = setting.config, setting.slices
+    whole = rounds[-1].end
+    sums = {
+        part: [sum(getattr(r, part)[i] for r in rounds) / whole for i in range(count)]
+        for part in ("compute", "straggler", "wan")
+    }
+    done = sum(r.plan.sequences for r in rounds)
+    left = max(0, budget_sequences(setting) - done)
+    more = -(-left // rounds[-1].plan.sequences)
+    round_seconds = whole / len(rounds)
+    sent = setting.exchange().sent_bytes
+    return Outcome(
+        method=config.name,
+        slices=count,
+        regions=len(set(setting.network.regions)),
+        wan=config.clock.wan,
+        pattern=setting.pattern,
+        overlap=overlap,
+        round_seconds=round_seconds,
+        exchange_seconds=sum(r.exchange for r in rounds) / len(rounds),
+        compute=sum(sums["compute"]) / count,
+        straggler_idle=max(sums["straggler"]),
+        wan_idle=max(sums["wan"]),
+        payload_bytes=setting.traffic.payload_bytes,
+        sent_bytes=float(sent.mean()),
+        most_sent_bytes=int(sent.max()),
+        tokens_per_round=rounds[0].plan.sequences * config.data.seq_len,
+        rounds=len(rounds) + more,
+        hours=(whole + more * round_seconds) / 3600,
+        lag_rounds=int(overlap),
+    )
