@@ -14,7 +14,7 @@ from geojax.config import (
 )
 from geojax.models.config import get_model
 
-_ROWS, _TOKENS, _STEPS = 32, 80, 6_000
+_ROWS, _TOKENS, _STEPS = 32, 80, 8_000
 
 
 def dlm_tasks() -> RunConfig:

@@ -243,7 +243,7 @@ MODELS: dict[str, TransformerConfig] = {
         bidirectional=True,
     ),
     "dlm-tasks": TransformerConfig(
-        vocab_size=36,
+        vocab_size=37,
         dim=96,
         layers=8,
         heads=3,

@@ -105,6 +105,8 @@ TASKS = (
     Task("hop1", _chain(1)),
     Task("hop2", _chain(2)),
     Task("hop3", _chain(3)),
+    # The key, as often as there are rows: what hops and blanks must know first.
+    Task("key", lambda symbols, rows, key: np.broadcast_to(key[:, None], rows.shape)),
     Task("rank", _rank),
     Task("recall", _recall),
     # A copy of a page with blanks in it.
@@ -153,7 +155,7 @@ class Mixture:
     """Prefixes alone, of which any token but BEGIN may be hidden."""
     whole: float = 0.1
     """Requests of which any token but BEGIN may be hidden; of the others, canvas and blanks."""
-    weights: tuple[float, ...] = (1.0, 1.0, 1.5, 0.7, 0.3, 0.3, 0.3, 0.3, 0.3, 2.5)
+    weights: tuple[float, ...] = (1.0, 1.0, 1.0, 0.5, 0.5, 0.3, 0.3, 0.5, 0.3, 0.3, 2.5)
     """How often each task is asked, in the order of TASKS."""
 
     def __post_init__(self):

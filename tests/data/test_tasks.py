@@ -80,7 +80,13 @@ def read(tokens):
                 row += 1 if tokens[row] < limit else 2
             answer.append(tokens[row])
         else:
-            simple = {"copy": here, "shift": beside, "max": max(here, beside), "fill": here}
+            simple = {
+                "key": key - KEY_IDS,
+                "copy": here,
+                "shift": beside,
+                "max": max(here, beside),
+                "fill": here,
+            }
             answer.append(simple.get(name, (here + beside) % 16))
     return answer
 
@@ -239,7 +245,7 @@ def test_lengths_pages_and_keys_spread_over_all_that_fit(seq_len):
 
 
 def test_shares_of_the_mixture():
-    weights = (3.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0)
+    weights = (3.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0)
     these = rows(8000, documents=0.3, whole=0.2, weights=weights)
     document = these.task < 0
     assert_rate(document.sum(), 8000, 0.3, "documents")
