@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -116,7 +117,7 @@ def demo(args: list[str]) -> int:
 
 
 def bench(args: list[str]) -> int:
-    """Longer comparisons: geojax bench geomesh, geojax bench tune METHOD..., cona, bicache."""
+    """Longer comparisons: geojax bench geomesh, tune METHOD..., cona, bicache, serve URL."""
     from geojax.bench import geomesh
 
     if args and args[0] == "bicache":
@@ -124,9 +125,15 @@ def bench(args: list[str]) -> int:
 
         run_bicache(_parse(BicacheOptions, args[1:], "geojax bench bicache"))
         return 0
+    if args and args[0] == "serve":
+        _need_extra("serve", "httpx2")
+        from geojax.bench.serve import LoadOptions, run_load
+
+        run_load(_parse(LoadOptions, args[1:], "geojax bench serve"))
+        return 0
     known = {"geomesh": _Bench, "tune": _Tune, "cona": _BenchCona}
     if not args or args[0] not in known:
-        every = [*known, "bicache"]
+        every = [*known, "bicache", "serve"]
         raise ConfigError(f"geojax bench wants one of {every}, not {(args or [''])[0]!r}")
     options = _parse(known[args[0]], args[1:], f"geojax bench {args[0]}")
     if isinstance(options, _Bench):
@@ -186,6 +193,16 @@ def generate(args: list[str]) -> int:
     return 0
 
 
+def serve(args: list[str]) -> int:
+    """Answer HTTP requests as OpenAI's clients send them, by a diffusion model."""
+    _need_extra("serve", "fastapi", "prometheus_client", "uvicorn")
+    from geojax.serve.command import run_serve
+    from geojax.serve.options import ServeOptions
+
+    run_serve(_parse(ServeOptions, args, "geojax serve"))
+    return 0
+
+
 def plan(args: list[str]) -> int:
     """Strategies that fit a cluster, and how fast they would be; needs no GPU."""
     from geojax.plan.command import PlanOptions, run_plan
@@ -231,6 +248,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
     "bench": bench,
     "generate": generate,
+    "serve": serve,
 }
 
 
@@ -423,6 +441,15 @@ class _Eval:
 
 _OF_PERPLEXITY = ("data", "sequences", "batch", "draws")
 _OF_TASKS = ("items", "samples", "dtype", "batch_tokens", "out")
+
+
+def _need_extra(extra: str, *modules: str) -> None:
+    """ConfigError where an optional package is not installed."""
+    missing = [name for name in modules if find_spec(name) is None]
+    require(
+        not missing,
+        f"this command needs {', '.join(missing)}; install it with `pip install 'geojax[{extra}]'`",
+    )
 
 
 def _parse[T](options: type[T], args: list[str], prog: str, default: T | None = None) -> T:
