@@ -22,7 +22,7 @@ from geojax.diffusion.load import DTYPES, Model, load
 from geojax.serve.app import make_app
 from geojax.serve.loop import EngineLoop
 from geojax.serve.metrics import Metrics
-from geojax.serve.options import ServeOptions, is_loopback
+from geojax.serve.options import ServeOptions, check, is_loopback
 from geojax.serve.prompts import Prompts
 from geojax.serve.server import Server, listen
 from geojax.serve.service import Service
@@ -33,6 +33,7 @@ def run_serve(options: ServeOptions) -> None:
     """Serve until SIGTERM or SIGINT. ConfigError on bad input; RunError where the engine dies."""
     from geojax import platform
 
+    check(options)
     platform.apply(PlatformConfig())
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", level=logging.WARNING)
     logging.getLogger("geojax.serve").setLevel(logging.INFO)

@@ -34,10 +34,6 @@ class Limits:
     stall_seconds: float = 30.0
     """That a reader of a stream may take for what lies before it."""
 
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            require(value > 0, f"{name.replace('_', '-')} {value} must be above 0")
-
 
 @dataclass(frozen=True)
 class Pace:
@@ -53,10 +49,6 @@ class Pace:
     """That others may pass a request which memory is too small for just now."""
     aging_seconds: float = 10.0
     """Of waiting, that count as much as one level of priority."""
-
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            require(value > 0, f"{name.replace('_', '-')} {value} must be above 0")
 
 
 @dataclass(frozen=True)
@@ -107,16 +99,20 @@ class ServeOptions:
     stuck_seconds: float = 300.0
     """/health fails where one call of the engine takes longer."""
 
-    def __post_init__(self):
-        require(0 <= self.port < 2**16, f"port {self.port} must lie in 0..65535")
-        for name in ("kv_bytes", "hidden_bytes", "drain_seconds", "stuck_seconds"):
-            value = getattr(self, name)
-            require(value > 0, f"{name.replace('_', '-')} {value} must be above 0")
-        require(
-            self.keys or self.open or is_loopback(self.host),
-            f"host {self.host!r} can be reached from other machines, and no key is asked for; give "
-            "--keys FILE, or --open where something in front checks who asks",
-        )
+
+def check(options: ServeOptions) -> None:
+    """ConfigError where a value means nothing, or others could ask without a key."""
+    require(0 <= options.port < 2**16, f"port {options.port} must lie in 0..65535")
+    most = {"quota_bytes": options.quota_bytes or 1, **vars(options.limits), **vars(options.pace)}
+    for name in ("kv_bytes", "hidden_bytes", "drain_seconds", "stuck_seconds"):
+        most[name] = getattr(options, name)
+    for name, value in most.items():
+        require(value > 0, f"{name.replace('_', '-')} {value} must be above 0")
+    require(
+        options.keys or options.open or is_loopback(options.host),
+        f"host {options.host!r} can be reached from other machines, and no key is asked for; give "
+        "--keys FILE, or --open where something in front checks who asks",
+    )
 
 
 def is_loopback(host: str) -> bool:

@@ -4,7 +4,7 @@
 import pytest
 
 from geojax.config import ConfigError
-from geojax.serve.options import ServeOptions
+from geojax.serve.options import ServeOptions, check
 from geojax.serve.tenants import Tenants
 
 KEYS = "alice first-0123456789abcdef\nbob other-0123456789abcdef\nalice second-0123456789abcdef\n"
@@ -61,6 +61,6 @@ def test_files_that_mean_nothing_are_refused_and_show_no_key(tmp_path, text, mes
 
 def test_other_machines_are_answered_with_keys_only(path):
     with pytest.raises(ConfigError, match=r"'0\.0\.0\.0' can be reached from other machines"):
-        ServeOptions(path, host="0.0.0.0")
-    ServeOptions(path, host="0.0.0.0", keys=path)
-    ServeOptions(path, host="0.0.0.0", open=True)
+        check(ServeOptions(path, host="0.0.0.0"))
+    check(ServeOptions(path, host="0.0.0.0", keys=path))
+    check(ServeOptions(path, host="0.0.0.0", open=True))
