@@ -31,6 +31,7 @@ log = logging.getLogger("geojax.serve")
 State = Literal["warming", "ready", "draining", "dead", "stopped"]
 Warm = Callable[[Callable[[str], None]], None]
 """A warm-up, which says how far it is."""
+_GATHER_SECONDS, _GAP_SECONDS = 0.02, 0.001
 _DEAD = "the engine has stopped; this server answers nothing any more"
 
 
@@ -49,6 +50,8 @@ class EngineLoop:
         self.waiting = Waiting(pace.queue, pace.aging_seconds)
         self._running: dict[Ticket, Slot] = {}
         self._growing: list[Ticket] = []
+        self.arriving = 0
+        """Requests that are being read."""
         self._wake = threading.Condition()
         self._quantum = Quantum(pace.quantum_seconds, max(engine.policy.every, 16))
         self._busy_since: float | None = None
@@ -185,6 +188,8 @@ class EngineLoop:
                 self._wake.wait(timeout=1.0)
             if self.state == "stopped":
                 return False
+        if not (self._running or self._growing):
+            self._gather()
         self._busy_since = time.monotonic()
         self._drop_gone()
         self._admit()
@@ -194,6 +199,15 @@ class EngineLoop:
             time.sleep(0.001)  # whoever is next is blocked for a moment
         self._busy_since = None
         return True
+
+    def _gather(self) -> None:
+        """Wait a moment for those that come together: begun together, they refresh together."""
+        end, before = time.monotonic() + _GATHER_SECONDS, -1
+        while time.monotonic() < end and len(self.waiting) < self.pace.rows:
+            if not self.arriving and len(self.waiting) == before:
+                return
+            before = len(self.waiting)
+            time.sleep(_GAP_SECONDS)
 
     def _drop_gone(self) -> None:
         now = time.monotonic()
@@ -292,7 +306,8 @@ class EngineLoop:
         before = [int(slot.canvas.steps[0]) for slot in slots]
         began = time.monotonic()
         try:
-            steps = self._quantum.steps(shape, any(t.ask.watched for t in tickets))
+            full = len(tickets) >= self.pace.rows
+            steps = self._quantum.steps(shape, full, any(t.ask.watched for t in tickets))
             self.engine.run(slots, steps)
         except NoPagesError:
             # A prefix that stopped being shared found no memory of its own.

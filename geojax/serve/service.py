@@ -50,6 +50,15 @@ class Service:
             "model",
         )
         started = time.monotonic()
+        self.loop.arriving += 1
+        try:
+            return await self._open(body, tenant, started)
+        finally:
+            self.loop.arriving -= 1
+
+    async def _open(
+        self, body: CompletionRequest | ChatRequest, tenant: Tenant, started: float
+    ) -> "Exchange":
         prompts, suffix = await asyncio.to_thread(_read, self.prompts, body)
         each = body.n or 1
         count = each * len(prompts)
