@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from geojax.serve.errors import ApiError
 from geojax.serve.metrics import Metrics
 from geojax.serve.prompts import Prompts
 from geojax.serve.ticket import Ticket, View
@@ -133,6 +134,9 @@ async def changes(
             async with asyncio.timeout(10):
                 await changed.wait()
         except TimeoutError:
+            # The engine's thread ends tickets in time, unless a call of it hangs.
+            if any(time.monotonic() > c.ticket.deadline + 10 for c in choices if not c.finish):
+                raise ApiError(504, "the request's time is over", "deadline_exceeded") from None
             yield None
             continue
         changed.clear()

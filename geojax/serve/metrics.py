@@ -6,14 +6,13 @@ told it, once for each answer, so that sums equal a client's own.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from geojax.bicache.engine import Slot
 from geojax.serve.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -65,8 +64,9 @@ class Metrics:
         assert ticket.admitted is not None
         self._queue.observe(ticket.admitted - ticket.arrived)
 
-    def on_quantum(self, slots: Sequence[Slot], took: Sequence[int], seconds: float) -> None:
-        self._steps.inc(sum(took))
+    def on_quantum(self, steps: int, seconds: float) -> None:
+        """`steps`: summed over rows."""
+        self._steps.inc(steps)
         self._quanta.observe(seconds)
 
     def on_first(self, ticket: Ticket) -> None:

@@ -78,8 +78,6 @@ class Ticket:
     gone: bool = False
     """Nobody wants it any more."""
     admitted: float | None = None
-    first: float | None = None
-    """When its first token was certain."""
     blocked: float | None = None
     """Since when memory is too small for it."""
     segments: tuple[int, ...] | None = None
@@ -90,6 +88,25 @@ class Ticket:
     """Denoising steps of canvases that are full."""
     depth: int = 0
     """Layers in which its prefix is shared."""
+
+    def show(self, view: View) -> None:
+        """What is known now."""
+        self.view = view
+        try:
+            self.wake()
+        except RuntimeError:  # its event loop has ended
+            self.gone = True
+
+    def end(
+        self,
+        finish: str | None = None,
+        error: ApiError | None = None,
+        view: View | None = None,
+    ) -> None:
+        """Neither `finish` nor `error`: nobody wants it any more."""
+        if finish is None and error is None:
+            finish = "abort"
+        self.show((view or self.view)._replace(finish=finish, error=error))
 
     @property
     def prefix(self) -> int:
