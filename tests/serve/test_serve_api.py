@@ -140,6 +140,14 @@ def test_steps_are_of_the_whole_answer(quick):
     assert found["choices"][0]["text"] == letters(4, 32)
 
 
+@pytest.mark.parametrize("change", [{"steps": 1}, {"block_length": 5}, {"block_length": 0}])
+def test_as_many_tokens_as_were_asked_for(quick, change):
+    """Also in one step, and where blocks do not divide the answer."""
+    found = quick.post(ask(**change)).json()
+    assert found["choices"][0]["text"] == letters(4, 12)
+    assert found["usage"]["completion_tokens"] == 12
+
+
 def test_end_of_text_ends_unless_it_is_ignored(quick):
     ended = quick.post(ask(seed=99)).json()
     assert ended["choices"][0]["finish_reason"] == "stop"

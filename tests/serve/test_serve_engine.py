@@ -62,6 +62,25 @@ def test_answers_are_the_engines_whoever_else_asks(model, live):
     assert (exact["geojax"]["reuse"], exact["geojax"]["prefix_tokens"]) == ("none", 0)
 
 
+def test_temperature_0_is_greedy_and_others_are_not(live):
+    def said(temperature, seed):
+        body = ask(SHARED + "one", prefix_tokens=48, temperature=temperature, seed=seed)
+        return live.post(body, headers=ALICE).json()["choices"][0]["text"]
+
+    assert len({said(0, seed) for seed in range(4)}) == 1
+    assert len({said(1.5, seed) for seed in range(4)}) > 1
+    assert said(1.5, 3) == said(1.5, 3)
+
+
+def test_a_prefix_shorter_than_a_page_hits_where_it_is_marked(live):
+    prompt = "short: " + SHARED
+    cached = []
+    for _ in range(2):
+        found = live.post(ask(prompt, prefix_tokens=7), headers=ALICE).json()
+        cached.append(found["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, 7]
+
+
 def test_a_repeated_prefix_hits_from_its_second_request_on(live):
     rng = np.random.default_rng(0)
     prefix = rng.integers(0, 256, 40).tolist()

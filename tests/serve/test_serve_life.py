@@ -3,14 +3,18 @@
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx2
 import pytest
 from tiny_serve import QuickEngine, letters, running, wait_until
 
+from geojax.cli import main
 from geojax.serve.options import Limits, Pace
 
 
@@ -249,3 +253,26 @@ def test_a_body_that_does_not_come_is_not_waited_for(model):
                 b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
             )
             assert b"408" in slow.recv(4096)
+
+
+def test_load_is_measured_at_the_client(model, tmp_path):
+    """`geojax bench serve`, and its count of tokens against the server's own."""
+    with running(model, QuickEngine(model)) as live:
+        sizes = ["--prefix-tokens", "40", "--suffix-tokens", "8", "--tokens", "12"]
+        args = ["--requests", "12", "--prefixes", "2", "--concurrency", "3", *sizes]
+        path = tmp_path / "load.json"
+        assert main(["bench", "serve", live.url, *args, "--json", str(path)]) == 0
+        found = json.loads(path.read_text())
+        assert (found["completed"], found["failed"]) == (12, 0)
+        assert found["total_input_tokens"] == 12 * 48
+        assert found["total_output_tokens"] == 12 * 12
+        assert live.metric("vllm:generation_tokens_total") == 12 * 12
+        assert 0 < found["median_ttft_ms"] <= found["median_e2el_ms"]
+
+
+@pytest.mark.full
+def test_a_minute_at_twice_its_capacity():
+    script = Path(__file__).parents[2] / "benchmarks" / "serve_soak.py"
+    command = [sys.executable, str(script), "--seconds", "60"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert found.returncode == 0, found.stdout + found.stderr
