@@ -11,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2
+import numpy as np
 import pytest
-from tiny_serve import QuickEngine, letters, running, wait_until
+from tiny_serve import CONFIG, PAGE, QuickEngine, letters, running, wait_until
 
+from geojax.bicache.pages import kv_page_bytes
 from geojax.cli import main
 from geojax.serve.options import Limits, Pace
 
@@ -172,6 +174,29 @@ def test_tenants_need_keys_and_none_starves(model, tmp_path):
         text = live.get("/metrics").text
         assert "alice" not in text
         assert "bob" not in text
+
+
+def test_a_tenant_at_its_quota_waits_alone(model, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("alice alice-0123456789abcdef\nbob bob-0123456789abcdef\n")
+    engine = slow_engine(model, quota_bytes=3.5 * kv_page_bytes(CONFIG, np.float32, PAGE))
+    with running(model, engine, keys=keys) as live, ThreadPoolExecutor(3) as pool:
+
+        def one(name, letter, tokens):
+            body = ask(prompt=letter * 48, prefix_tokens=48, max_tokens=tokens)
+            headers = {"Authorization": f"Bearer {name}-0123456789abcdef"}
+            found = live.post(body, headers=headers).json()["choices"][0]
+            assert found["geojax"]["depth"] == 1
+            return time.monotonic()
+
+        first = pool.submit(one, "alice", "a", 60)
+        wait_until(lambda: live.loop.running == 1)
+        second = pool.submit(one, "alice", "b", 4)  # its prefix has no room beside the first
+        wait_until(lambda: len(live.loop.waiting) == 1)
+        bobs = one("bob", "c", 4)
+        assert not first.done()
+        assert bobs < first.result() < second.result()
+        engine.check_books()
 
 
 def test_stopping_answers_what_was_accepted_and_refuses_the_rest(model):

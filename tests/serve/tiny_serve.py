@@ -15,6 +15,7 @@ import httpx2
 import numpy as np
 import tokenizers
 
+from geojax.bicache.depth import Depths
 from geojax.bicache.engine import Engine, Sizes
 from geojax.bicache.policy import get_policy
 from geojax.diffusion.load import Model, load
@@ -66,8 +67,11 @@ class QuickEngine(Engine):
     """Admits as the real one does, and answers letters without computing: position p of seed s is
     letter (p + s) mod 26; seeds that end in 99 end after five."""
 
-    def __init__(self, model: Model, kv_bytes: float = 1e6):
-        super().__init__(model.sampler(), get_policy("refresh"), Sizes(kv_bytes, 1e4, page=PAGE))
+    def __init__(self, model: Model, kv_bytes: float = 1e6, quota_bytes: float | None = None):
+        """With a quota prefixes are shared."""
+        policy = get_policy("bicache" if quota_bytes else "refresh")
+        sizes = Sizes(kv_bytes, 1e5, page=PAGE, quota_bytes=quota_bytes)
+        super().__init__(model.sampler(), policy, sizes, Depths(((0.0, 1),)))
         self.step_seconds = 0.0
         self.fails = False
         self.steps_run = 0
@@ -83,6 +87,9 @@ class QuickEngine(Engine):
                 if not slot.done:
                     self._step(slot)
         self.steps_run += taken
+
+    def _build(self, job, entry):
+        """Pages are taken and not filled."""
 
     def _step(self, slot) -> None:
         canvas, rules = slot.canvas, slot.rules
