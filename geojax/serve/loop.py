@@ -47,6 +47,8 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._rows = Rows(engine, pace, metrics, self.waiting, self._wake)
         self._busy_since: float | None = None
+        self._some_left = False
+        """Whether a ticket left at the last border."""
         self._thread = threading.Thread(target=self._main, name="geojax engine", daemon=True)
         self._warm: Warm | None = None
         metrics.watch(self)
@@ -177,19 +179,23 @@ class EngineLoop:
                 self._wake.wait(timeout=1.0)
             if self.state == "stopped":
                 return False
-        if not self._rows:
+        if self._some_left or not self._rows:
             self._gather()
         self._busy_since = time.monotonic()
         self._drop_gone()
         self._rows.admit()
+        running = len(self._rows)
         self._rows.run()
+        self._some_left = len(self._rows) < running
         self._busy_since = None
         return True
 
     def _gather(self) -> None:
-        """Wait a moment for those that come together: begun together, they refresh together."""
+        """Wait a moment for those that come together: begun together, they refresh together.
+
+        A client whose answer has ended may be about to ask again."""
         end, before = time.monotonic() + _GATHER_SECONDS, -1
-        while time.monotonic() < end and len(self.waiting) < self.pace.rows:
+        while time.monotonic() < end and len(self.waiting) + len(self._rows) < self.pace.rows:
             if not self.arriving and len(self.waiting) == before:
                 return
             before = len(self.waiting)

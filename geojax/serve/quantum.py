@@ -6,7 +6,6 @@ Invariant: at least one. Where a call ends moves no refresh: each row carries it
 
 from collections.abc import Hashable
 
-_JOIN = 0.2  # of the time, where a row is free: whoever comes next may join sooner
 _UNKNOWN = 4  # steps, of a shape that never ran
 _WATCHED = 2  # steps, where somebody looks at them
 
@@ -18,15 +17,14 @@ class Quantum:
         self._most_seconds, self._most_steps = most_seconds, most_steps
         self._seconds: dict[Hashable, float] = {}
 
-    def steps(self, shape: Hashable, full: bool, watched: bool = False) -> int:
-        """`full`: nobody could join; `watched`: somebody looks at each step."""
+    def steps(self, shape: Hashable, watched: bool = False) -> int:
+        """`watched`: somebody looks at each step."""
         known = self._seconds.get(shape)
-        seconds = self._most_seconds * (1.0 if full else _JOIN)
         if watched:
             return min(_WATCHED, self._most_steps)
         if known is None:
             return min(_UNKNOWN, self._most_steps)
-        return max(1, min(self._most_steps, int(seconds / max(known, 1e-9))))
+        return max(1, min(self._most_steps, int(self._most_seconds / max(known, 1e-9))))
 
     def learn(self, shape: Hashable, steps: int, seconds: float) -> None:
         """`steps` took `seconds`. A first call may have compiled; the next one corrects that."""

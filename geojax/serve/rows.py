@@ -145,8 +145,7 @@ class Rows:
         before = [int(slot.canvas.steps[0]) for slot in slots]
         began = time.monotonic()
         try:
-            full = len(tickets) >= self.pace.rows
-            steps = self._quantum.steps(shape, full, any(t.ask.watched for t in tickets))
+            steps = self._quantum.steps(shape, any(t.ask.watched for t in tickets))
             self.engine.run(slots, steps)
         except NoPagesError:
             # A prefix that stopped being shared found no memory of its own.

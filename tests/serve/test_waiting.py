@@ -95,14 +95,13 @@ def test_a_tenant_that_is_passed_over_keeps_its_place():
 
 def test_a_quantum_ends_in_time_once_its_shape_is_known():
     quantum = Quantum(0.25, 16)
-    assert 1 <= quantum.steps("new", full=True) <= 16
+    assert 1 <= quantum.steps("new") <= 16
     quantum.learn("new", 4, 40.0)  # it was compiled
-    assert quantum.steps("new", full=True) == 1
+    assert quantum.steps("new") == 1
     quantum.learn("new", 1, 0.05)
-    assert quantum.steps("new", full=True) == 5
-    assert quantum.steps("new", full=False) == 1  # others may join sooner
+    assert quantum.steps("new") == 5
     quantum.learn("fast", 4, 0.004)
-    assert quantum.steps("fast", full=True) == 16
-    assert quantum.steps("fast", full=True, watched=True) == 2
+    assert quantum.steps("fast") == 16
+    assert quantum.steps("fast", watched=True) == 2
     quantum.learn("slow", 1, 3.0)
-    assert quantum.steps("slow", full=True) == 1
+    assert quantum.steps("slow") == 1
