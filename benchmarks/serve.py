@@ -2,11 +2,14 @@
 """What HTTP and scheduling cost beside the engine, and what reuse and batches bring, in one run.
 
     python benchmarks/serve.py [--rounds N] [--clients N]
+    python benchmarks/serve.py --overhead PAIRS
 
 Requests share one prefix; the model has random weights. By turns, clients being another process:
 the engine alone on whole batches; the server with as many clients; the same clients asking for no
 reuse; and one client, one request after another, which is also compared with the engine alone on
-one request: the difference is what HTTP and scheduling add.
+one request: the difference is what HTTP and scheduling add. --overhead measures that alone, on
+requests of two steps with the client in this process, in processor time as well, which other jobs
+on the machine disturb less.
 """
 
 import argparse
@@ -23,6 +26,7 @@ from statistics import median
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import httpx2
 import numpy as np
 import tokenizers
 
@@ -103,13 +107,47 @@ def clients(url: str, count: int, requests: int, *more: str) -> dict:
     return found
 
 
-def jobs(count: int, seed: int) -> list[Job]:
+def overhead(pairs: int) -> None:
+    """Of requests by HTTP over those to the engine, in pairs; the client's own work included."""
+    model = make_model()
+    alone, served = make_engine(model), Served(model, 1)
+
+    def timed(work) -> np.ndarray:
+        """Milliseconds of the wall clock and of the processor."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        work()
+        return 1000 * np.array([time.perf_counter() - wall, time.process_time() - cpu])
+
+    found = []
+    try:
+        with httpx2.Client(base_url=served.url, timeout=600) as client:
+
+            def ask(job: Job) -> None:
+                ids = [int(i) for i in job.request.tokens if i != MASK]
+                body = {"prompt": ids, "prefix_tokens": PREFIX, "seed": 0, "ignore_eos": True}
+                client.post("/v1/completions", json=body | {"max_tokens": 2}).raise_for_status()
+
+            for i in range(-5, pairs):  # the first ones compile
+                (job,) = jobs(1, 1000 + i, 2, 2)
+                direct = timed(lambda job=job: alone.answer([job]))
+                by_http = timed(lambda job=job: ask(job))
+                if i >= 0:
+                    found.append(by_http - direct)
+    finally:
+        served.stop()
+    for name, column in zip(("wall clock", "processor"), np.array(found).T, strict=True):
+        low, middle, high = np.percentile(column, [25, 50, 75])
+        print(f"HTTP and scheduling add {middle:.1f} ms of the {name} ({low:.1f}-{high:.1f})")
+    print(f"median and quartiles of {pairs} pairs, measured clock, {machine()}")
+
+
+def jobs(count: int, seed: int, tokens: int = TOKENS, steps: int = STEPS) -> list[Job]:
     rng = np.random.default_rng(seed)
     prefix = np.random.default_rng(99).integers(0, EOS, PREFIX).tolist()
-    ask = SamplingConfig(steps=STEPS)
+    ask = SamplingConfig(steps=steps)
     return [
         Job(
-            Request([*prefix, *rng.integers(0, EOS, SUFFIX).tolist(), *[MASK] * TOKENS], ask),
+            Request([*prefix, *rng.integers(0, EOS, SUFFIX).tolist(), *[MASK] * tokens], ask),
             (PREFIX,),
         )
         for _ in range(count)
@@ -120,7 +158,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--overhead", type=int, metavar="PAIRS", help="measure that alone")
     options = parser.parse_args()
+    if options.overhead:
+        overhead(options.overhead)
+        return
     model, many = make_model(), options.clients
     alone, served = make_engine(model), Served(model, many)
 

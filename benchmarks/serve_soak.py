@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # sooner compiled
 
 import httpx2
 
@@ -68,7 +69,7 @@ def serve() -> None:
         sizes = Sizes(2e6, 1e6, page=16)
         engine = Engine(model.sampler(), get_policy("bicache", 8), sizes, Depths(((0.0, 1),)))
         metrics = Metrics("soak")
-        loop = EngineLoop(engine, Pace(rows=4, queue=16), metrics)
+        loop = EngineLoop(engine, Pace(rows=2, queue=16), metrics)
         limits = Limits(tokens=64, stall_seconds=5.0)
         service = Service("soak", Prompts(model), loop, limits, metrics)
         listening = listen("127.0.0.1", 0, limits.stall_seconds)
@@ -82,8 +83,7 @@ def serve() -> None:
 
 
 def _warm(engine) -> None:
-    for rows in (1, 2, 4):
-        engine.warm([rows], prefix=32, suffix=64, block=32, segments=2)
+    engine.warm([1, 2], prefix=32, suffix=64, block=32)
 
 
 class Clients:
@@ -105,6 +105,7 @@ class Clients:
         words += [f"w{self.random.randrange(256)}" for _ in range(self.random.randint(1, 8))]
         found = {"prompt": " ".join(words), "max_tokens": self.random.randint(1, 24)}
         found |= {"seed": self.random.randrange(1000), "ignore_eos": True, "steps": 8}
+        found |= {"prefix_tokens": 32, "exact": self.random.random() < 0.1}
         if kind == "late":
             found["deadline_seconds"] = 0.05
         if kind in ("stream", "slow", "leaves"):
