@@ -117,7 +117,7 @@ def test_help_of_a_preset_lists_fields_of_every_part(capsys):
         (["train", "--resume", "nowhere"], "nowhere is not a run folder"),
         (["report", "nowhere"], "nowhere is not a run folder"),
         (["data"], "geojax data knows only `prepare`, not 'nothing'"),
-        (["bench", "speed"], "wants one of ['geomesh', 'tune', 'cona', 'bicache'], not 'speed'"),
+        (["bench", "speed"], "wants one of ['geomesh', 'tune', 'cona', 'bicache', 'serve'], not"),
     ],
 )
 def test_a_mistake_ends_in_one_line(args, message, capsys):

@@ -17,6 +17,8 @@ from geojax.serve.metrics import Metrics
 from geojax.serve.options import Limits, is_loopback
 from geojax.serve.tenants import Tenants
 
+_DROPPED = 8  # times the largest body
+
 
 class Guard:
     """ASGI middleware; leaves the tenant in the scope's state."""
@@ -52,19 +54,27 @@ class Guard:
         await self._app(scope, receive_again, send)
 
     async def _read(self, receive: Receive) -> bytes | None:
-        """The body; None where the client goes away before its end."""
-        parts, size = [], 0
+        """The body; None where the client goes away before its end.
+
+        A body that is too large is read and dropped up to some multiple of what it may have: a
+        connection that is closed before loses the answer, too.
+        """
+        most, parts, size = self._limits.body_bytes, [], 0
         try:
             async with asyncio.timeout(self._limits.body_seconds):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > self._limits.body_bytes:
-                        raise self._too_large()
-                    if not message.get("more_body", False):
+                    part, more = message.get("body", b""), message.get("more_body", False)
+                    size += len(part)
+                    if size <= most:
+                        parts.append(part)
+                    else:
+                        parts.clear()
+                    if size > most and (not more or size > _DROPPED * most):
+                        raise ApiError(413, f"the body may have {most} bytes", "body_too_large")
+                    if not more:
                         return b"".join(parts)
         except TimeoutError as error:
             raise ApiError(408, "the body did not come in time") from error
@@ -81,13 +91,6 @@ class Guard:
         if tenant is None:
             raise ApiError(401, "no right API key; send Authorization: Bearer KEY", "bad_key")
         scope.setdefault("state", {})["tenant"] = tenant
-        length = headers.get(b"content-length", "0")
-        if length.isdigit() and int(length) > self._limits.body_bytes:
-            raise self._too_large()
-
-    def _too_large(self) -> ApiError:
-        most = self._limits.body_bytes
-        return ApiError(413, f"the body may have {most} bytes", "body_too_large")
 
 
 async def _send_error(send: Send, error: ApiError) -> None:

@@ -127,10 +127,10 @@ class Live:
     service: Service
 
     def post(self, body, path="/v1/completions", **kwargs) -> httpx2.Response:
-        return httpx2.post(self.url + path, json=body, timeout=60, **kwargs)
+        return httpx2.post(self.url + path, json=body, timeout=120, **kwargs)
 
     def get(self, path: str) -> httpx2.Response:
-        return httpx2.get(self.url + path, timeout=60)
+        return httpx2.get(self.url + path, timeout=120)
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of its values over other labels."""
@@ -171,11 +171,11 @@ def running(
     finally:
         server.begin_stop()
         server.begin_stop()  # at once
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 
-def wait_until(condition, seconds: float = 20.0) -> None:
+def wait_until(condition, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came true"
