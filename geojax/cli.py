@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,7 +25,6 @@ from geojax.config import (
     require,
     with_chain,
 )
-from geojax.track.environment import usable_cores
 
 
 def train(args: list[str]) -> int:
@@ -107,42 +108,21 @@ def report(args: list[str]) -> int:
 
 def demo(args: list[str]) -> int:
     """Train one small model by four methods over four unequal slices, and compare them."""
-    from geojax.bench.geomesh import run_demo
+    from geojax.bench.commands import DemoOptions, run_demo
 
-    options = _parse(_Demo, args, "geojax demo")
-    run_demo(options.out, options.jobs, options.json)
+    run_demo(_parse(DemoOptions, args, "geojax demo"))
     return 0
 
 
 def bench(args: list[str]) -> int:
-    """Longer comparisons: geojax bench geomesh, geojax bench tune METHOD..., cona, bicache,
-    guard."""
-    from geojax.bench import geomesh
-
-    if args and args[0] == "bicache":
-        from geojax.bench.bicache import BicacheOptions, run_bicache
-
-        run_bicache(_parse(BicacheOptions, args[1:], "geojax bench bicache"))
-        return 0
-    if args and args[0] == "guard":
-        from geojax.bench.guard import GuardOptions, run_guard
-
-        run_guard(_parse(GuardOptions, args[1:], "geojax bench guard"))
-        return 0
-    known = {"geomesh": _Bench, "tune": _Tune, "cona": _BenchCona}
-    if not args or args[0] not in known:
-        every = [*known, "bicache", "guard"]
-        raise ConfigError(f"geojax bench wants one of {every}, not {(args or [''])[0]!r}")
-    options = _parse(known[args[0]], args[1:], f"geojax bench {args[0]}")
-    if isinstance(options, _Bench):
-        methods = options.methods or geomesh.BENCH_METHODS
-        geomesh.run_bench(options.out, options.jobs, options.seeds, options.json, methods)
-    elif isinstance(options, _BenchCona):
-        from geojax.bench.cona import run_cona
-
-        run_cona(options.out, options.jobs, options.models, options.seeds, options.json)
-    else:
-        geomesh.tune(options.methods, options.out, options.jobs, options.json)
+    """Longer comparisons: geojax bench geomesh, tune METHOD..., cona, bicache, guard, serve URL."""
+    if not args or args[0] not in _BENCHES:
+        raise ConfigError(f"geojax bench wants one of {[*_BENCHES]}, not {(args or [''])[0]!r}")
+    if args[0] == "serve":
+        _need_extra("serve", "httpx2")
+    module, options, run = _BENCHES[args[0]]
+    found = import_module(module)
+    getattr(found, run)(_parse(getattr(found, options), args[1:], f"geojax bench {args[0]}"))
     return 0
 
 
@@ -168,6 +148,16 @@ def generate(args: list[str]) -> int:
     from geojax.generate import GenerateOptions, run_generate
 
     run_generate(_parse(GenerateOptions, args, "geojax generate"))
+    return 0
+
+
+def serve(args: list[str]) -> int:
+    """Answer HTTP requests as OpenAI's clients send them, by a diffusion model."""
+    _need_extra("serve", "fastapi", "prometheus_client", "uvicorn")
+    from geojax.serve.command import run_serve
+    from geojax.serve.options import ServeOptions
+
+    run_serve(_parse(ServeOptions, args, "geojax serve"))
     return 0
 
 
@@ -232,6 +222,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "demo": demo,
     "bench": bench,
     "generate": generate,
+    "serve": serve,
 }
 
 
@@ -293,56 +284,6 @@ class _Report:
 
 
 @dataclass(frozen=True)
-class _Jobs:
-    jobs: int = len(usable_cores())
-    """Runs at a time, one core each."""
-    json: Path | None = None
-    """File for the figures; unset: report.json in the folder."""
-
-
-@dataclass(frozen=True)
-class _Demo(_Jobs):
-    """Train one small model by four methods over four unequal slices, and compare them."""
-
-    out: Path = Path("runs/demo")
-    """Folder of the runs, pictures and report.json; finished runs in it are kept."""
-
-
-@dataclass(frozen=True)
-class _Bench(_Jobs):
-    """All methods and controls over several seeds. Resumable: start it again to go on."""
-
-    out: Path = Path("runs/bench-geomesh")
-    """Folder of the runs."""
-    seeds: int = 3
-    methods: tuple[str, ...] = ()
-    """Which, DiLoCo in any case; halos and streaming-diloco among those there are. Unset: GeoMesh,
-    DiLoCo, the halves and controls."""
-
-
-@dataclass(frozen=True)
-class _BenchCona(_Jobs):
-    """CONA against fixed strategies, a warm-up by hand and an oracle; says first what it costs.
-    Resumable: start it again to go on."""
-
-    out: Path = Path("runs/bench-cona")
-    """Folder of the runs, pictures and report.json."""
-    models: tuple[str, ...] = ("gpt", "bert", "llama")
-    """Which."""
-    seeds: tuple[int, ...] = (0, 1, 2)
-    """Which, all models of one before the next."""
-
-
-@dataclass(frozen=True)
-class _Tune(_Jobs):
-    """Twelve settings of each method's optimizers, on held-out text of its own."""
-
-    methods: tyro.conf.Positional[tuple[str, ...]] = ()
-    out: Path = Path("runs/tune-geomesh")
-    """Folder of the runs."""
-
-
-@dataclass(frozen=True)
 class _Prepare:
     """Any field of the config can be set; the data section decides the result."""
 
@@ -392,6 +333,26 @@ class _Convert:
     """New folder for safetensors, config.json and tokenizer.json."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the tensors written."""
+
+
+_BENCHES = {
+    "geomesh": ("geojax.bench.commands", "GeomeshOptions", "run_geomesh"),
+    "tune": ("geojax.bench.commands", "TuneOptions", "run_tune"),
+    "cona": ("geojax.bench.commands", "ConaOptions", "run_cona"),
+    "bicache": ("geojax.bench.bicache", "BicacheOptions", "run_bicache"),
+    "guard": ("geojax.bench.guard", "GuardOptions", "run_guard"),
+    "serve": ("geojax.bench.serve", "LoadOptions", "run_load"),
+}
+"""By name: a module, its options and what runs them."""
+
+
+def _need_extra(extra: str, *modules: str) -> None:
+    """ConfigError where an optional package is not installed."""
+    missing = [name for name in modules if find_spec(name) is None]
+    require(
+        not missing,
+        f"this command needs {', '.join(missing)}; install it with `pip install 'geojax[{extra}]'`",
+    )
 
 
 def _parse[T](options: type[T], args: list[str], prog: str, default: T | None = None) -> T:

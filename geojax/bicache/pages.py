@@ -38,6 +38,10 @@ class NoPagesError(RunError):
     """There are fewer free pages than were asked for."""
 
 
+class QuotaError(NoPagesError):
+    """A tenant holds all that its quota allows, in use; others are not affected."""
+
+
 def pages_of(rows: int, page: int = PAGE) -> int:
     """Pages that `rows` rows take."""
     return -(-rows // page)

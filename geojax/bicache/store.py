@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Int32
 
-from geojax.bicache.pages import NoPagesError, Pages, pages_of
+from geojax.bicache.pages import NoPagesError, Pages, QuotaError, pages_of
 from geojax.config import require
 
 Segments = Sequence[Sequence[int] | Int32[np.ndarray, " n"]]
@@ -291,7 +291,7 @@ class Store:
             while self._held(salt) + kv > self.quota:
                 victim = self._oldest(lambda entry: entry.salt == salt)
                 if victim is None:
-                    raise NoPagesError(
+                    raise QuotaError(
                         f"salt {salt!r} holds {self._held(salt)} pages, all in use, wants {kv} "
                         f"more, and its quota is {self.quota}; wait, or raise it"
                     )

@@ -5,7 +5,7 @@ Arrows run one way: {files, gguf_file} -> tree -> names -> hf_models. What a fil
 said once, in `names`; `tree` moves it, and the rest only knows its own file format.
 """
 
-from geojax.models.weights.chat import render_chat
+from geojax.models.weights.chat import read_chat, render_chat
 from geojax.models.weights.files import DTYPES, load_safetensors, save_safetensors
 from geojax.models.weights.gguf_file import read_gguf
 from geojax.models.weights.hf_config import read_config
@@ -21,6 +21,7 @@ __all__ = [
     "forbidden_ids",
     "huggingface_tensors",
     "load_safetensors",
+    "read_chat",
     "read_config",
     "read_gguf",
     "read_special",

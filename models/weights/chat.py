@@ -6,8 +6,9 @@ Python's own nor change what it is given.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,19 +25,28 @@ def render_chat(folder: Path, messages: Sequence[Message], reply: bool = True) -
 
     Raises ConfigError where there is no template, or it refuses the messages.
     """
-    template = read_special(folder).chat_template
+    return read_chat(folder)(messages, reply)
+
+
+def read_chat(folder: Path) -> Callable[[Sequence[Message], bool], str]:
+    """`render_chat` of a folder whose files are read now; ConfigError where it has no template."""
+    template, tokens = read_special(folder).chat_template, _tokens(folder)
     if template is None:
         raise ConfigError(
             f"{folder} has no chat_template, neither in chat_template.jinja nor in "
             "tokenizer_config.json; use weights that were taught to chat, or write the prompt as "
             "plain text"
         )
-    for i, message in enumerate(messages):
-        require(
-            isinstance(message.get("role"), str) and isinstance(message.get("content"), str),
-            f"message {i} {dict(message)!r} must have a role and a content, both text",
-        )
-    return render_template(template, messages, reply, _tokens(folder), str(folder))
+
+    def render(messages: Sequence[Message], reply: bool) -> str:
+        for i, message in enumerate(messages):
+            require(
+                isinstance(message.get("role"), str) and isinstance(message.get("content"), str),
+                f"message {i} {dict(message)!r} must have a role and a content, both text",
+            )
+        return render_template(template, messages, reply, tokens, str(folder))
+
+    return render
 
 
 def render_template(
@@ -47,6 +57,16 @@ def render_template(
     Blocks are trimmed, and loop controls, `raise_exception`, `strftime_now` and plain `tojson` are
     there, as in the library that such templates are written for.
     """
+    variables: dict[str, Any] = {"messages": messages, "add_generation_prompt": reply}
+    variables |= {"raise_exception": _refuse, "strftime_now": _now, "tools": None, **tokens}
+    try:
+        return _compiled(template).render(variables)
+    except Exception as error:  # whatever a stranger's program runs into
+        raise ConfigError(f"{where}: the chat template failed: {error}") from error
+
+
+@lru_cache(maxsize=8)
+def _compiled(template: str) -> Any:
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -54,12 +74,7 @@ def render_template(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    variables: dict[str, Any] = {"messages": messages, "add_generation_prompt": reply}
-    variables |= {"raise_exception": _refuse, "strftime_now": _now, "tools": None, **tokens}
-    try:
-        return environment.from_string(template).render(variables)
-    except Exception as error:  # whatever a stranger's program runs into
-        raise ConfigError(f"{where}: the chat template failed: {error}") from error
+    return environment.from_string(template)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of the comparisons that are made of training runs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from geojax.bench import cona, geomesh
+from geojax.track.environment import usable_cores
+
+
+@dataclass(frozen=True)
+class _Jobs:
+    jobs: int = len(usable_cores())
+    """Runs at a time, one core each."""
+    json: Path | None = None
+    """File for the figures; unset: report.json in the folder."""
+
+
+@dataclass(frozen=True)
+class DemoOptions(_Jobs):
+    """Train one small model by four methods over four unequal slices, and compare them."""
+
+    out: Path = Path("runs/demo")
+    """Folder of the runs, pictures and report.json; finished runs in it are kept."""
+
+
+@dataclass(frozen=True)
+class GeomeshOptions(_Jobs):
+    """All methods and controls over several seeds. Resumable: start it again to go on."""
+
+    out: Path = Path("runs/bench-geomesh")
+    """Folder of the runs."""
+    seeds: int = 3
+    methods: tuple[str, ...] = ()
+    """Which, DiLoCo in any case; halos and streaming-diloco among those there are. Unset: GeoMesh,
+    DiLoCo, the halves and controls."""
+
+
+@dataclass(frozen=True)
+class ConaOptions(_Jobs):
+    """CONA against fixed strategies, a warm-up by hand and an oracle; says first what it costs.
+    Resumable: start it again to go on."""
+
+    out: Path = Path("runs/bench-cona")
+    """Folder of the runs, pictures and report.json."""
+    models: tuple[str, ...] = ("gpt", "bert", "llama")
+    """Which."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Which, all models of one before the next."""
+
+
+@dataclass(frozen=True)
+class TuneOptions(_Jobs):
+    """Twelve settings of each method's optimizers, on held-out text of its own."""
+
+    methods: tyro.conf.Positional[tuple[str, ...]] = ()
+    out: Path = Path("runs/tune-geomesh")
+    """Folder of the runs."""
+
+
+def run_demo(options: DemoOptions) -> None:
+    geomesh.run_demo(options.out, options.jobs, options.json)
+
+
+def run_geomesh(options: GeomeshOptions) -> None:
+    methods = options.methods or geomesh.BENCH_METHODS
+    geomesh.run_bench(options.out, options.jobs, options.seeds, options.json, methods)
+
+
+def run_tune(options: TuneOptions) -> None:
+    geomesh.tune(options.methods, options.out, options.jobs, options.json)
+
+
+def run_cona(options: ConaOptions) -> None:
+    cona.run_cona(options.out, options.jobs, options.models, options.seeds, options.json)

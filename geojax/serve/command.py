@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`geojax serve`: load, listen, warm up, answer, stop.
+
+Invariant: what cannot be served is said before anything listens; /health answers from the moment
+that it does, and /ready once all sizes that were asked for are compiled.
+"""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable
+from functools import partial
+
+from rich.console import Console
+
+from geojax.bicache.engine import Engine, Sizes
+from geojax.bicache.policy import get_policy
+from geojax.bicache.table import read_table
+from geojax.config import PlatformConfig, RunError, require
+from geojax.diffusion.canvas import power_of_two
+from geojax.diffusion.load import DTYPES, Model, load
+from geojax.serve.app import make_app
+from geojax.serve.loop import EngineLoop
+from geojax.serve.metrics import Metrics
+from geojax.serve.options import ServeOptions, check, is_loopback
+from geojax.serve.prompts import Prompts
+from geojax.serve.server import Server, listen
+from geojax.serve.service import Service
+from geojax.serve.tenants import Tenants
+
+
+def run_serve(options: ServeOptions) -> None:
+    """Serve until SIGTERM or SIGINT. ConfigError on bad input; RunError where the engine dies."""
+    from geojax import platform
+
+    check(options)
+    platform.apply(PlatformConfig())
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", level=logging.WARNING)
+    logging.getLogger("geojax.serve").setLevel(logging.INFO)
+    console = Console(stderr=True, highlight=False)
+    tenants = Tenants(options.keys)
+    model = load(options.model, DTYPES[options.dtype])
+    require(
+        model.tokenizer is not None,
+        f"{options.model} has no tokenizer, so it has no text to serve; put its tokenizer.json "
+        "beside its weights",
+    )
+    name = options.name or options.model.expanduser().resolve().name
+    engine, metrics = make_engine(model, options), Metrics(name)
+    loop = EngineLoop(engine, options.pace, metrics)
+    service = Service(name, Prompts(model), loop, options.limits, metrics)
+    local = is_loopback(options.host) and options.keys is None
+    app = make_app(service, tenants, options.stuck_seconds, local)
+    socket_ = listen(options.host, options.port, options.limits.stall_seconds)
+    host, port = socket_.getsockname()[:2]
+    console.print(f"{name} at http://{host}:{port}: {describe(engine, options)}", soft_wrap=True)
+    say = partial(console.print, soft_wrap=True)
+    loop.start(partial(warm, engine, options, say))
+    server = Server(app, loop, options.drain_seconds)
+    asyncio.run(server.serve([socket_]))
+    died = loop.state == "dead"
+    loop.stop()
+    if died:
+        raise RunError("the engine died; its error is in the log above")
+    console.print("stopped", soft_wrap=True)
+
+
+def make_engine(model: Model, options: ServeOptions) -> Engine:
+    """ConfigError where policy, table, memory and model do not go together."""
+    name = options.policy or ("bicache" if options.depths else "refresh")
+    policy = get_policy(name, options.every)
+    depths = guard = None
+    if options.depths:
+        require(
+            policy.shared and not policy.whole,
+            f"policy {name!r} has no use for --depths; leave it out, or use bicache",
+        )
+        depths, guard = read_table(options.depths, model.revision, options.builder)
+    return Engine(
+        model.sampler(),
+        policy,
+        Sizes(options.kv_bytes, options.hidden_bytes, quota_bytes=options.quota_bytes),
+        depths,
+        options.builder,
+        model.revision,
+        guard if options.guard else None,
+    )
+
+
+def describe(engine: Engine, options: ServeOptions) -> str:
+    """One line: what is reused, and for whom."""
+    shares = "prefixes are shared" if engine.policy.shared else "no prefix is shared"
+    if not engine.policy.shared and options.policy is None:
+        shares += " (make a table with `geojax profile depth`, give --depths)"
+    who = "keys" if options.keys else "anybody" if options.open else "this machine"
+    return f"policy {engine.policy.name}, {shares}, for {who}"
+
+
+def warm(
+    engine: Engine, options: ServeOptions, say: Callable[[str], None], done: Callable[[str], None]
+) -> None:
+    """Compile what batches of each size need. `done` is told how far it is, after each size."""
+    if not options.warm:
+        return
+    most = power_of_two(options.pace.rows)
+    counts = [1 << i for i in range(most.bit_length())]
+    total = 0.0
+    for number, rows in enumerate(counts, 1):
+        # A block is 32 wide unless a request asks for another; builds are of single requests.
+        segments = 2 if rows == 1 else 1
+        total += engine.warm([rows], options.warm_prefix, options.warm_suffix, 32, segments)
+        text = f"batches of up to {rows}: {number} of {len(counts)} sizes, {total:.0f} s"
+        say(f"warming up: {text}")
+        done(text)
+    say(f"ready: {engine.programs} programs in {total:.0f} s")

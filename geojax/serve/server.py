@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""uvicorn, stopped as a server with accepted requests should be.
+
+Invariant: after the first SIGTERM or SIGINT requests are refused with 503 while those that were
+accepted are answered, until there are none or time is over; a second one ends at once.
+"""
+
+import asyncio
+import socket
+import time
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from geojax.config import ConfigError
+from geojax.serve.loop import EngineLoop
+
+_CONNECTIONS = 1024  # at once; more are told 503
+_LAST_SECONDS = 5  # for the ends of responses, after the engine has nothing to do
+
+
+class Server(uvicorn.Server):
+    """Of one engine."""
+
+    def __init__(self, app: ASGIApp, loop: EngineLoop, drain_seconds: float):
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            limit_concurrency=_CONNECTIONS,
+            timeout_graceful_shutdown=_LAST_SECONDS,
+            server_header=False,
+            proxy_headers=False,
+        )
+        super().__init__(config)
+        self._loop, self._drain = loop, drain_seconds
+        self._until: float | None = None
+
+    def begin_stop(self) -> None:
+        """Drain, then end; called again: end at once."""
+        if self._until is not None:
+            self._until = 0.0
+            return
+        self._until = time.monotonic() + self._drain
+        self._loop.drain()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # The handler may interrupt whoever holds the loop's lock, so it only asks.
+        asyncio.get_running_loop().call_soon_threadsafe(self.begin_stop)
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._until is not None and not self.should_exit:
+            late = time.monotonic() > self._until
+            if late:
+                await asyncio.to_thread(self._loop.stop)
+            self.should_exit = late or self._loop.finished
+        return await super().on_tick(counter)
+
+
+def listen(host: str, port: int, stall_seconds: float) -> socket.socket:
+    """A listening socket; ConfigError where the address cannot be had.
+
+    What a reader does not take within `stall_seconds` ends its connection, where the system can.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * stall_seconds))
+        found.bind((host, port))
+        found.listen(1024)
+    except OSError as error:
+        found.close()
+        raise ConfigError(
+            f"cannot listen at {host} port {port} ({error.strerror or error}); choose another"
+        ) from error
+    return found

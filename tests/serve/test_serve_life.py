@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load, clients that go away or stall, deadlines, keys, stopping, and an engine that dies."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2
+import numpy as np
+import pytest
+from tiny_serve import CONFIG, PAGE, QuickEngine, letters, running, wait_until
+
+from geojax.bicache.pages import kv_page_bytes
+from geojax.cli import main
+from geojax.serve.options import Limits, Pace
+
+
+def ask(**kwargs):
+    return {"prompt": "Once", "max_tokens": 20, "seed": 0, **kwargs}
+
+
+def slow_engine(model, seconds=0.02, **kwargs):
+    engine = QuickEngine(model, **kwargs)
+    engine.step_seconds = seconds
+    return engine
+
+
+def test_a_client_that_goes_away_frees_its_row(model):
+    engine = slow_engine(model)
+    with running(model, engine) as live:
+        body = ask(max_tokens=2000)
+        with (
+            httpx2.Client() as client,
+            client.stream("POST", live.url + "/v1/completions", json=body | {"stream": True}) as r,
+        ):
+            next(r.iter_lines())
+            wait_until(lambda: live.loop.running == 1)
+        wait_until(lambda: live.loop.idle)
+        with pytest.raises(httpx2.ReadTimeout):
+            httpx2.post(live.url + "/v1/completions", json=body, timeout=0.3)
+        wait_until(lambda: live.loop.idle)
+        assert engine.steps_run < 500
+        engine.check_books()
+        assert engine.kv.taken == 0
+        wait_until(lambda: live.metric("vllm:request_success_total", finished_reason="abort") == 2)
+        assert live.post(ask()).json()["choices"][0]["text"] == letters(4, 20)
+
+
+def test_a_slow_reader_holds_up_nobody_and_gets_the_whole_answer(model):
+    with running(model, slow_engine(model, 0.001)) as live:
+        body = json.dumps(ask(max_tokens=2000, stream=True)).encode()
+        host, port = live.url[7:].split(":")
+        with socket.create_connection((host, int(port))) as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+            )
+            reader.sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + body)
+            time.sleep(0.3)  # it reads nothing
+            assert live.post(ask()).json()["choices"][0]["text"] == letters(4, 20)
+            wait_until(lambda: live.loop.idle)
+            found = b""
+            while b"[DONE]" not in found:
+                found += reader.recv(4096)
+        lines = [line[6:] for line in found.decode().splitlines() if line.startswith("data: {")]
+        said = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+        assert said == letters(4, 2000)
+
+
+def test_a_reader_that_stalls_is_given_up(model):
+    limits = Limits(stall_seconds=0.3)
+    with running(model, slow_engine(model, 0.001), limits=limits) as live:
+        body = ask(max_tokens=2000, n=16, stream=True, canvas=16)
+        body = json.dumps(body | {"stream_options": {"include_snapshots": True}}).encode()
+        host, port = live.url[7:].split(":")
+        with socket.create_connection((host, int(port))) as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+            )
+            reader.sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + body)
+            reason = "vllm:request_success_total"
+            wait_until(lambda: live.metric(reason, finished_reason="abort") > 0)
+        wait_until(lambda: live.loop.idle)
+
+
+def test_time_that_is_over_is_an_error(model):
+    with running(model, slow_engine(model)) as live:
+        found = live.post(ask(max_tokens=500, deadline_seconds=0.2))
+        assert found.status_code == 504
+        assert found.json()["error"]["code"] == "deadline_exceeded"
+        streamed = live.post(ask(max_tokens=500, deadline_seconds=0.2, stream=True)).text
+        assert json.loads(streamed.split("data: ")[-1])["error"]["code"] == "deadline_exceeded"
+        wait_until(lambda: live.loop.idle)
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back(model):
+    engine = slow_engine(model, 0.05)
+    with running(model, engine, pace=Pace(rows=1, queue=2)) as live, ThreadPoolExecutor(4) as pool:
+        first = pool.submit(live.post, ask(max_tokens=40))
+        wait_until(lambda: live.loop.running == 1)
+        waiting = [pool.submit(live.post, ask(seed=i)) for i in (1, 2)]
+        wait_until(lambda: len(live.loop.waiting) == 2)
+        refused = live.post(ask())
+        assert refused.status_code == 429
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert live.metric("geojax_refused_total", status="429") == 1
+        assert live.metric("vllm:num_requests_waiting") == 2
+        assert first.result().json()["choices"][0]["text"] == letters(4, 40)
+        for seed, one in enumerate(waiting, 1):
+            assert one.result().json()["choices"][0]["text"] == letters(4, 20, seed)
+
+
+def test_requests_join_and_leave_between_quanta(model):
+    """A short one that comes later ends earlier, and a long one is not disturbed."""
+    with running(model, slow_engine(model)) as live, ThreadPoolExecutor(2) as pool:
+        long = pool.submit(live.post, ask(max_tokens=200))
+        wait_until(lambda: live.loop.running == 1)
+        short = live.post(ask(max_tokens=4))
+        assert not long.done()
+        assert short.json()["choices"][0]["text"] == letters(4, 4)
+        assert long.result().json()["choices"][0]["text"] == letters(4, 200)
+
+
+def test_memory_that_is_short_is_waited_for(model):
+    """The prefix of each takes pages, and there are not enough for all at once."""
+    engine = slow_engine(model, 0.005, kv_bytes=60_000)
+    with running(model, engine) as live, ThreadPoolExecutor(6) as pool:
+        prompt = "x" * 64
+        asked = [pool.submit(live.post, ask(prompt=prompt, seed=i)) for i in range(6)]
+        for seed, one in enumerate(asked):
+            assert one.result().json()["choices"][0]["text"] == letters(64, 20, seed)
+        engine.check_books()
+        assert engine.kv.taken == 0
+        # A prefix that would never fit is not shared, and the request is answered.
+        huge = live.post(ask(prompt="x" * 3000)).json()["choices"][0]
+        assert huge["text"] == letters(3000, 20)
+        assert huge["geojax"]["prefix_tokens"] == 0
+
+
+def test_tenants_need_keys_and_none_starves(model, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("alice alice-0123456789abcdef # the first\nbob bob-0123456789abcdef\n")
+    engine = slow_engine(model, 0.01)
+    with (
+        running(model, engine, keys=keys, pace=Pace(rows=1)) as live,
+        ThreadPoolExecutor(20) as pool,
+    ):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "alice"}):
+            found = live.post(ask(), headers=headers)
+            assert found.status_code == 401
+            assert found.headers["www-authenticate"] == "Bearer"
+        assert live.get("/v1/models").status_code == 401
+        assert live.get("/health").status_code == 200
+        ended = []
+
+        def one(name):
+            headers = {"Authorization": f"Bearer {name}-0123456789abcdef"}
+            assert live.post(ask(max_tokens=8), headers=headers).status_code == 200
+            ended.append(name)
+
+        flood = [pool.submit(one, "alice") for _ in range(16)]
+        wait_until(lambda: len(live.loop.waiting) > 10)
+        one("bob")
+        assert ended.count("alice") <= 8  # bob was next but one, not last
+        for task in flood:
+            task.result()
+        text = live.get("/metrics").text
+        assert "alice" not in text
+        assert "bob" not in text
+
+
+def test_a_tenant_at_its_quota_waits_alone(model, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("alice alice-0123456789abcdef\nbob bob-0123456789abcdef\n")
+    engine = slow_engine(model, quota_bytes=3.5 * kv_page_bytes(CONFIG, np.float32, PAGE))
+    with running(model, engine, keys=keys) as live, ThreadPoolExecutor(3) as pool:
+
+        def one(name, letter, tokens):
+            body = ask(prompt=letter * 48, prefix_tokens=48, max_tokens=tokens)
+            headers = {"Authorization": f"Bearer {name}-0123456789abcdef"}
+            found = live.post(body, headers=headers).json()["choices"][0]
+            assert found["geojax"]["depth"] == 1
+            return time.monotonic()
+
+        first = pool.submit(one, "alice", "a", 60)
+        wait_until(lambda: live.loop.running == 1)
+        second = pool.submit(one, "alice", "b", 4)  # its prefix has no room beside the first
+        wait_until(lambda: len(live.loop.waiting) == 1)
+        bobs = one("bob", "c", 4)
+        assert not first.done()
+        assert bobs < first.result() < second.result()
+        engine.check_books()
+
+
+def test_stopping_answers_what_was_accepted_and_refuses_the_rest(model):
+    with running(model, slow_engine(model)) as live, ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(live.post, ask(max_tokens=60, seed=i)) for i in range(8)]
+        wait_until(lambda: live.loop.running + len(live.loop.waiting) == 8)
+        live.server.begin_stop()
+        late = live.post(ask())
+        assert late.status_code == 503
+        assert late.headers["retry-after"]
+        assert live.get("/ready").status_code == 503
+        for seed, one in enumerate(asked):
+            assert one.result().json()["choices"][0]["text"] == letters(4, 60, seed)
+        wait_until(lambda: live.server.should_exit)
+
+
+def test_stopping_has_a_time_limit(model):
+    with (
+        running(model, slow_engine(model), drain_seconds=0.3) as live,
+        ThreadPoolExecutor() as pool,
+    ):
+        asked = pool.submit(live.post, ask(max_tokens=2000))
+        wait_until(lambda: live.loop.running == 1)
+        live.server.begin_stop()
+        assert asked.result(timeout=60).status_code == 503
+        wait_until(lambda: live.server.should_exit)
+
+
+def test_an_engine_that_dies_fails_health_and_hangs_nobody(model, caplog):
+    engine = slow_engine(model)
+    with running(model, engine, pace=Pace(rows=1)) as live, ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(live.post, ask(max_tokens=500)) for _ in range(2)]
+        streamed = pool.submit(live.post, ask(max_tokens=500, stream=True))
+        wait_until(lambda: live.loop.running == 1 and len(live.loop.waiting) == 2)
+        assert live.get("/health").status_code == 200
+        engine.fails = True
+        for one in asked:
+            assert one.result().status_code == 503
+            assert one.result().json()["error"]["code"] == "engine_dead"
+        assert "engine_dead" in streamed.result().text
+        assert live.get("/health").status_code == 503
+        assert live.post(ask()).status_code == 503
+        assert "the device is lost" in caplog.text
+
+
+def test_a_call_of_the_engine_that_hangs_fails_health(model):
+    engine = slow_engine(model, 1.5)
+    with running(model, engine, stuck_seconds=0.2) as live, ThreadPoolExecutor() as pool:
+        asked = pool.submit(live.post, ask(max_tokens=1))
+        wait_until(lambda: live.get("/health").status_code == 503)
+        assert asked.result().status_code == 200
+        wait_until(lambda: live.get("/health").status_code == 200)
+
+
+def test_it_is_ready_only_when_it_is_warm(model):
+    go = threading.Event()
+
+    def warm(say):
+        say("1 of 2")
+        go.wait(60)
+        say("2 of 2")
+
+    with running(model, QuickEngine(model), warm=warm) as live:
+        wait_until(lambda: live.get("/ready").json()["warm_up"] == "1 of 2")
+        assert live.get("/ready").status_code == 503
+        assert live.get("/health").status_code == 200
+        assert live.post(ask()).status_code == 503
+        go.set()
+        wait_until(lambda: live.get("/ready").status_code == 200)
+        assert live.post(ask()).status_code == 200
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(model):
+    with running(model, QuickEngine(model), limits=Limits(body_seconds=0.2)) as live:
+        host, port = live.url[7:].split(":")
+        with socket.create_connection((host, int(port))) as slow:
+            slow.settimeout(30)
+            slow.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+            )
+            assert b"408" in slow.recv(4096)
+
+
+def test_load_is_measured_at_the_client(model, tmp_path):
+    """`geojax bench serve`, and its count of tokens against the server's own."""
+    with running(model, QuickEngine(model)) as live:
+        sizes = ["--prefix-tokens", "40", "--suffix-tokens", "8", "--tokens", "12"]
+        args = ["--requests", "12", "--prefixes", "2", "--concurrency", "3", *sizes]
+        path = tmp_path / "load.json"
+        assert main(["bench", "serve", live.url, *args, "--json", str(path)]) == 0
+        found = json.loads(path.read_text())
+        assert (found["completed"], found["failed"]) == (12, 0)
+        assert found["total_input_tokens"] == 12 * 48
+        assert found["total_output_tokens"] == 12 * 12
+        assert live.metric("vllm:generation_tokens_total") == 12 * 12
+        assert 0 < found["median_ttft_ms"] <= found["median_e2el_ms"]
+
+
+@pytest.mark.full
+def test_a_minute_at_twice_its_capacity():
+    script = Path(__file__).parents[2] / "benchmarks" / "serve_soak.py"
+    command = [sys.executable, str(script), "--seconds", "60"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert found.returncode == 0, found.stdout + found.stderr

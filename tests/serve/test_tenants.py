@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys, and the salts that follow from them."""
+
+import pytest
+
+from geojax.config import ConfigError
+from geojax.serve.options import ServeOptions, check
+from geojax.serve.tenants import Tenants
+
+KEYS = "alice first-0123456789abcdef\nbob other-0123456789abcdef\nalice second-0123456789abcdef\n"
+
+
+@pytest.fixture
+def path(tmp_path):
+    found = tmp_path / "keys"
+    found.write_text(KEYS)
+    return found
+
+
+def test_keys_of_one_name_are_one_tenant(path):
+    tenants = Tenants(path)
+    alice = tenants.of("Bearer first-0123456789abcdef")
+    assert alice == tenants.of("bearer second-0123456789abcdef")
+    bob = tenants.of("Bearer other-0123456789abcdef")
+    assert (alice.name, bob.name) == ("alice", "bob")
+    assert alice.salt != bob.salt
+    # Whoever knows names and keys does not know the salt.
+    assert Tenants(path).of("Bearer first-0123456789abcdef").salt != alice.salt
+
+
+WRONG = ["", "Bearer", "Bearer ", "first-0123456789abcdef", "Basic first-0123456789abcdef"]
+
+
+@pytest.mark.parametrize(
+    "header", [None, *WRONG, "Bearer first-0123456789abcde", "Bearer alice", "Bearer \udcff"]
+)
+def test_nothing_else_is_a_key(path, header):
+    assert Tenants(path).of(header) is None
+
+
+def test_without_a_file_anyone_is_one_tenant():
+    tenants = Tenants()
+    assert tenants.of(None) == tenants.of("Bearer whatever")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("alice\n", "keys:1 is not `NAME KEY`"),
+        ("# nobody\n", "has no key"),
+        ("alice short\n", "5 characters; use 16 or more"),
+        ("alice same-0123456789abc\nbob same-0123456789abc", "alice have the same key"),
+    ],
+)
+def test_files_that_mean_nothing_are_refused_and_show_no_key(tmp_path, text, message):
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        Tenants(tmp_path / "keys")
+    assert "same-0123" not in str(caught.value)
+
+
+def test_other_machines_are_answered_with_keys_only(path):
+    with pytest.raises(ConfigError, match=r"'0\.0\.0\.0' can be reached from other machines"):
+        check(ServeOptions(path, host="0.0.0.0"))
+    check(ServeOptions(path, host="0.0.0.0", keys=path))
+    check(ServeOptions(path, host="0.0.0.0", open=True))
