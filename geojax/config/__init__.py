@@ -17,6 +17,7 @@ from geojax.config.geomesh import (
     SliceConfig,
     slice_strategy,
 )
+from geojax.config.grpc import GrpcConfig
 from geojax.config.platform import ClusterConfig, PlatformConfig, WatchdogConfig
 from geojax.config.run import RunConfig, default_masking, with_chain, with_seed
 from geojax.config.train import (
@@ -40,6 +41,7 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "ExchangeConfig",
+    "GrpcConfig",
     "LostRunError",
     "MaskingConfig",
     "NoiseConfig",

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slices' records put together into the run's `metrics.jsonl`, by the coordinator.
+
+Every slice sends, for each round, its own record with the seconds that it computed, that its outer
+step took and that the round took it, and the round's line as it saw it. Invariant: rounds are
+written in order, whole, once; the round's seconds are the longest of any slice, and a slice's
+compute, straggler wait, WAN wait and outer step sum to them.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from geojax.geomesh.wan.history import History
+from geojax.track.metrics import MetricsWriter, Record, read_records
+
+_PATIENCE_ROUNDS = 2  # for a slice that was merged and died before it sent its record
+
+
+class Ledger:
+    """Takes records in any order; slices send them again until they are written."""
+
+    def __init__(
+        self,
+        writer: MetricsWriter,
+        path: Path,
+        names: Sequence[str],
+        show: Callable[[Record, list[Record]], None] = lambda line, parts: None,
+    ):
+        """`path`: the writer's; `show`: called with each round that is written, and its slices."""
+        self._writer, self._path, self._names, self._show = writer, path, names, show
+        self._load()
+
+    def _load(self) -> None:
+        self._parts: dict[int, dict[int, Record]] = defaultdict(dict)
+        self._others: dict[int, dict[str, Record]] = defaultdict(dict)
+        self._written: set[tuple[str, int]] = set()
+        self.round = 0
+        """The last one that is written."""
+        self.tokens = 0
+        self._seconds = 0.0
+        for record in read_records(self._path):
+            self._written.add((record["kind"], record.get("round", 0)))
+            if record["kind"] == "round":
+                self.round, self._seconds = record["round"], record["seconds"]
+                self.tokens = record["tokens"]
+            elif record["kind"] == "switch":
+                self._seconds += record["switch_seconds"]
+
+    def follow(self, history: History) -> None:
+        """Forget what a rollback undid."""
+        if self.round > history.round:
+            self._writer.rewind(history.round)
+            self._load()
+
+    def take(self, index: int, record: Record, history: History) -> None:
+        """From slice `index`: of kind slice, or one that all slices send alike."""
+        number, kind = record["round"], record["kind"]
+        if not history.holds(record["epoch"], number) or (kind, number) in self._written:
+            return
+        if kind == "slice" and number > self.round:
+            self._parts[number][index] = record
+        elif kind != "slice" and number >= self.round:
+            self._others[number].setdefault(kind, record)
+
+    def write(self, history: History) -> None:
+        """What has become complete."""
+        self._write_others(self.round)
+        while self.round < history.round:
+            number = self.round + 1
+            merged, parts = history.rounds[number - 1]["merged"], self._parts[number]
+            late = history.round - number >= _PATIENCE_ROUNDS
+            if not parts or (set(merged) - set(parts) and not late):
+                return
+            self._write_round(number, merged, self._parts.pop(number))
+            self._write_others(number)
+
+    def end(self, reason: str) -> None:
+        """The run is over."""
+        if ("end", self.round) not in self._written:
+            fields = {"round": self.round, "tokens": self.tokens, "seconds": self._seconds}
+            self._writer.write("end", **fields, reason=reason)
+
+    def _write_round(self, number: int, merged: Sequence[int], parts: dict[int, Record]) -> None:
+        inner = max(p["seconds"]["compute"] for p in parts.values())
+        whole = max(
+            *(p["seconds"]["whole"] for p in parts.values()),
+            *(inner + p["seconds"]["outer"] for p in parts.values()),
+        )
+        self._seconds += whole
+        slices = []
+        for index in sorted(parts):
+            took = parts[index]["seconds"]
+            record = parts[index]["slice"] | {
+                "merged": parts[index]["slice"]["merged"] and index in merged,
+                "compute_seconds": took["compute"],
+                "straggler_seconds": inner - took["compute"],
+                "wan_seconds": whole - inner - took["outer"],
+                "outer_seconds": took["outer"],
+            }
+            self._writer.write("slice", round=number, **record)
+            slices.append(record)
+        line = parts[min(parts)]["line"] | {
+            "round": number,
+            "round_seconds": whole,
+            "seconds": self._seconds,
+        }
+        self._writer.write("round", **line)
+        self.round, self.tokens = number, line["tokens"]
+        self._show(line, slices)
+
+    def _write_others(self, number: int) -> None:
+        for kind, record in self._others.pop(number, {}).items():
+            fields = {k: v for k, v in record.items() if k not in ("kind", "epoch")}
+            if kind == "start":
+                fields.pop("round")
+            if kind == "switch":
+                self._seconds += record["switch_seconds"]
+            if kind == "eval":
+                fields["seconds"] = self._seconds
+            self._writer.write(kind, **fields)
+            self._written.add((kind, number))
