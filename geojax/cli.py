@@ -31,6 +31,8 @@ def train(args: list[str]) -> int:
     """Train a preset or a config file, or continue a run with --resume RUN."""
     from geojax import runs
 
+    if _has(args, "--slice") or _has(args, "--coordinator"):
+        return _train_slice(args)
     if args and args[0] == "--resume":
         options = _parse(_Resume, args[1:], "geojax train --resume")
         runs.resume(options.run, None, options.strategy, options.cluster)
@@ -41,6 +43,80 @@ def train(args: list[str]) -> int:
     options = _parse_config(_Train, args, "train", config)
     runs.start(options.config, options.out or Path("runs") / options.config.name)
     return 0
+
+
+def _train_slice(args: list[str]) -> int:
+    """One slice of a run whose slices are processes."""
+    from geojax.launch import processes
+
+    if args[0] == "--resume":
+        options = _parse(_ResumeSlice, args[1:], "geojax train --resume")
+        config = _runs().read_config(options.run / "config.json")
+        folder = options.run / "slices" / options.slice
+        processes.take_part(config, folder, options.slice, options.coordinator)
+        return 0
+    options = _parse_config(_TrainSlice, args, "train")
+    require(
+        options.slice and options.coordinator,
+        "--slice NAME and --coordinator HOST:PORT go together; give both, or neither",
+    )
+    folder = options.out or Path("runs") / options.config.name / "slices" / options.slice
+    processes.take_part(options.config, folder, options.slice, options.coordinator)
+    return 0
+
+
+def coordinator(args: list[str]) -> int:
+    """Say who is in which round of a run whose slices are processes, and keep its records."""
+    from geojax.launch import processes
+
+    if args and args[0] == "--resume":
+        options = _parse(_ResumeCoordinator, args[1:], "geojax coordinator --resume")
+        config = _runs().read_config(options.run / "config.json")
+        if options.port is not None:
+            config = replace(config, grpc=replace(config.grpc, port=options.port))
+        processes.coordinate(config, options.run)
+        return 0
+    if not args or args[0].startswith("-"):
+        return _presets_help("coordinator", args)
+    options = _parse_config(_Train, args, "coordinator")
+    folder = options.out or Path("runs") / options.config.name
+    config = processes.with_grpc(options.config)
+    if not (folder / "config.json").exists():
+        _runs().begin_folder(config, folder)
+    processes.coordinate(config, folder)
+    return 0
+
+
+def launch(args: list[str]) -> int:
+    """Train with a process a slice on this machine: geojax launch --local N PRESET_OR_FILE."""
+    from geojax.launch import local
+
+    if args and args[0] == "--resume":
+        options = _parse(_Relaunch, args[1:], "geojax launch --resume")
+        local.relaunch(options.run, options.restarts)
+        return 0
+    if len(args) < 3 or args[0] != "--local" or args[2].startswith("-"):
+        if args and args[0] in ("-h", "--help"):
+            return _presets_help("launch", args)
+        raise ConfigError(
+            "geojax launch wants --local N PRESET_OR_FILE, or --resume RUN, not "
+            f"{' '.join(args[:3]) or 'nothing'!r}"
+        )
+    require(args[1].isdecimal(), f"--local {args[1]}: say how many slices, each a process")
+    options = _parse_config(_Launch, args[2:], "launch --local N")
+    folder = options.out or Path("runs") / options.config.name
+    local.launch_local(options.config, folder, int(args[1]), options.restarts)
+    return 0
+
+
+def _runs():
+    from geojax import runs
+
+    return runs
+
+
+def _has(args: list[str], name: str) -> bool:
+    return any(a == name or a.startswith(f"{name}=") for a in args)
 
 
 def _steered(args: list[str]) -> tuple[list[str], RunConfig]:
@@ -222,6 +298,8 @@ def profile(args: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
+    "launch": launch,
+    "coordinator": coordinator,
     "data": data,
     "report": report,
     "plan": plan,
@@ -240,7 +318,7 @@ def main(args: list[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help"):
         print("usage: geojax COMMAND ...\n\ncommands:")
         for name, command in COMMANDS.items():
-            print(f"  {name:<9}{(command.__doc__ or '').splitlines()[0]}")
+            print(f"  {name:<12}{(command.__doc__ or '').splitlines()[0]}")
         print("\n`geojax COMMAND --help` says more.")
         return 0 if args else 2
     try:
@@ -355,6 +433,57 @@ class _Train:
 
 
 @dataclass(frozen=True)
+class _TrainSlice(_Train):
+    """Any field of the config can be set."""
+
+    slice: str = ""
+    """Train this slice only, the others being other processes; goes on where it has a checkpoint.
+    Run folder, if unset: runs/NAME/slices/SLICE."""
+    coordinator: str = ""
+    """HOST:PORT of the run's coordinator."""
+
+
+@dataclass(frozen=True)
+class _ResumeSlice:
+    """One slice of the run in a folder that this process can read."""
+
+    run: tyro.conf.Positional[Path]
+    """Run folder; the slice's own is slices/NAME in it."""
+    slice: str
+    """Which."""
+    coordinator: str
+    """HOST:PORT of the run's coordinator."""
+
+
+@dataclass(frozen=True)
+class _ResumeCoordinator:
+    """Be the coordinator of a run again."""
+
+    run: tyro.conf.Positional[Path]
+    """Run folder."""
+    port: int | None = None
+    """To listen on; unset: the config's."""
+
+
+@dataclass(frozen=True)
+class _Launch(_Train):
+    """Any field of the config can be set."""
+
+    restarts: int = 5
+    """New starts of each process that dies, before the run is given up."""
+
+
+@dataclass(frozen=True)
+class _Relaunch:
+    """Go on with a run, each slice a process."""
+
+    run: tyro.conf.Positional[Path]
+    """Run folder."""
+    restarts: int = 5
+    """New starts of each process that dies, before the run is given up."""
+
+
+@dataclass(frozen=True)
 class _ProfileStrategies:
     """Any field of the config can be set."""
 
@@ -453,9 +582,12 @@ def _presets_help(command: str, args: list[str]) -> int:
 
     if args and args[0] not in ("-h", "--help"):
         raise ConfigError(f"geojax {command} wants a preset or a file first, not {args[0]!r}")
-    print(f"usage: geojax {command} PRESET_OR_FILE [--any.field value ...]")
+    lead = f"{command} --local N" if command == "launch" else command
+    print(f"usage: geojax {lead} PRESET_OR_FILE [--any.field value ...]")
+    if command in ("train", "launch", "coordinator"):
+        print(f"       geojax {command} --resume RUN")
     if command == "train":
-        print("       geojax train --resume RUN")
+        print("       geojax train PRESET_OR_FILE --slice NAME --coordinator HOST:PORT")
     print("\npresets:")
     for name, preset in PRESETS.items():
         print(f"  {name:<21}{preset.line}")

@@ -104,11 +104,11 @@ class CountingReplica:
         frame = pack(Header(self.border + 1, self.index, tokens, 1), body.view(np.uint8).ravel())
         return frame, {"expected_seconds": 1.0}
 
-    def settle(self, number, merged):
+    def settle(self, number, merged, history):
         if merged and self.feedback_round < number:
             self.feedback, self.feedback_round = self.feedback + 1, number
 
-    def apply(self, number, row, merged):
+    def apply(self, number, row, history):
         counts = self.counts.copy()
         for index, message in enumerate(row):
             if message is not None:

@@ -24,7 +24,8 @@ from geojax.geomesh.wan.rpc import Header, Server
 _TICK_SECONDS = 0.05
 _PAGE_BYTES = 1 << 20  # of entries in one reply
 _LONGEST_WAIT_SECONDS = 10.0
-_TOLD = {f.name for f in fields(Status)} - {"seen", "since", "restarted"}
+_FAREWELL_SECONDS = 1.0
+_TOLD = {f.name for f in fields(Status)} - {"seen", "since", "worked", "restarted"}
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,9 @@ class Coordinator:
                     status.epoch,
                 ):
                     status.since = before.since
+                status.worked = before.worked
+            if status.phase == "working":
+                status.worked = status.since
             if before is None or before.incarnation != status.incarnation:
                 self._say(f"slice {self._run.names[index]} is here, at {status.address}")
             self._statuses[index] = status
@@ -121,6 +125,11 @@ class Coordinator:
             self._mourn()
             if self.finished:
                 self._changed.notify_all()
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing left to decide."""
+        return self.history.stopped is not None or self.finished
 
     @property
     def finished(self) -> bool:
@@ -208,15 +217,15 @@ class Served:
         self.address = self._server.address
 
     def run(self) -> bool:
-        """Until the run has finished; False where `stop` was set before."""
+        """Until the run has ended, and slices have heard of it; False where `stop` was set."""
         ended = None
         while not self._stop.wait(_TICK_SECONDS):
             self._coordinator.tick()
-            if not self._coordinator.finished:
+            if not self._coordinator.ended:
                 ended = None
             elif ended is None:
                 ended = time.monotonic()
-            elif time.monotonic() - ended > 1.0:  # slices have heard of it
+            elif time.monotonic() - ended > _FAREWELL_SECONDS:
                 return True
         return False
 

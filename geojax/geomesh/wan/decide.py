@@ -4,8 +4,8 @@
 A round is over when every member that is still awaited has every message, and more than `quorum`
 of all configured slices have reported. A dead member is awaited until its lease ends, a living one
 until it takes longer than slices take (median + k x MAD of past report times, as multiples of what
-the plan expected), and one that evaluates, or starts with all the others, for `join_seconds`. A
-slice that was left out comes back when it says that it holds the state again.
+the plan expected), and one that is busy, or starts with all the others, for `join_seconds`. A slice
+that was left out comes back when it says that it holds the state again.
 
 Invariant: of any two decisions that a journal or two could hold, each had a majority of all
 configured slices behind it, and a merged message lies with a majority, so that a later majority can
@@ -38,7 +38,8 @@ class Status:
     """Of its process."""
     phase: str
     """starting; syncing: looks for the newest state; standby: holds it, and has begun no round;
-    working; waiting: its inner steps are done; evaluating; done; stopping."""
+    working; waiting: its inner steps are done; busy: evaluates, or compiles for another
+    plan; done; stopping."""
     epoch: int = 0
     border: int = 0
     """Of the state that it holds, or could restore or make."""
@@ -54,6 +55,8 @@ class Status:
     """When it last said anything."""
     since: float = 0.0
     """When this phase began."""
+    worked: float = 0.0
+    """When its inner steps last began."""
     restarted: bool = False
     """Whether another process was this slice while the coordinator ran."""
 
@@ -156,7 +159,7 @@ def _close(
     reported = {s.slice: s for s in here if s.phase == "waiting"}
     if not enough(len(reported), slices, rules):
         return None
-    took = {i: s.since - opened for i, s in reported.items()}
+    took = {i: s.since - max(opened, s.worked) for i, s in reported.items()}
     expected = max(s.facts.get("expected_seconds", 1.0) for s in reported.values())
     past = [
         seconds / entry["expected_seconds"] * expected
@@ -173,13 +176,13 @@ def _close(
             return False
         if i in reported and set(reported) <= set(status.received):
             return False
-        if status.phase == "evaluating":
+        if status.phase == "busy":
             return now - status.since <= rules.join_seconds
         if status.restarted or i in reported:
             return now - opened <= limit
         if status.phase in _LOOKING:
             return now - max(began, status.since) <= rules.join_seconds
-        return now - max(opened, status.since) <= limit
+        return now - max(opened, status.since, status.worked) <= limit
 
     if any(awaited(i) for i in members):
         return None

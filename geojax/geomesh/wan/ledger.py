@@ -8,10 +8,11 @@ compute, straggler wait, WAN wait and outer step sum to them.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from geojax.geomesh.wan.history import History
+from geojax.track.console import RunConsole
 from geojax.track.metrics import MetricsWriter, Record, read_records
 
 _PATIENCE_ROUNDS = 2  # for a slice that was merged and died before it sent its record
@@ -25,10 +26,11 @@ class Ledger:
         writer: MetricsWriter,
         path: Path,
         names: Sequence[str],
-        show: Callable[[Record, list[Record]], None] = lambda line, parts: None,
+        console: RunConsole | None = None,
     ):
-        """`path`: the writer's; `show`: called with each round that is written, and its slices."""
-        self._writer, self._path, self._names, self._show = writer, path, names, show
+        """`path`: the writer's; `console`: shows what is written."""
+        self._writer, self._path, self._names = writer, path, names
+        self._console = console
         self._load()
 
     def _load(self) -> None:
@@ -107,7 +109,8 @@ class Ledger:
         }
         self._writer.write("round", **line)
         self.round, self.tokens = number, line["tokens"]
-        self._show(line, slices)
+        if self._console:
+            self._console.round_line(line, slices)
 
     def _write_others(self, number: int) -> None:
         for kind, record in self._others.pop(number, {}).items():
@@ -118,5 +121,7 @@ class Ledger:
                 self._seconds += record["switch_seconds"]
             if kind == "eval":
                 fields["seconds"] = self._seconds
+                if self._console:
+                    self._console.eval_line(fields)
             self._writer.write(kind, **fields)
             self._written.add((kind, number))

@@ -91,6 +91,8 @@ class Member:
         self._mail: dict[tuple[int, int], dict[int, Message]] = {}
         self._offer: Offer | None = None
         self.finished = False
+        self.beat: Callable[[], None] = lambda: None
+        """Called while this slice waits."""
         self._failure: RunError | None = None
         self._ending = threading.Event()
         self._server = Server(
@@ -156,6 +158,7 @@ class Member:
                     raise RunError(self.history.stopped)
                 if self._stop.is_set():
                     raise Stopped
+                self.beat()
                 left = 0.2 if deadline is None else min(0.2, deadline - time.monotonic())
                 if left <= 0:
                     return False
@@ -166,10 +169,16 @@ class Member:
         """Until that round is over, or was undone. Stopped; RunError."""
         self.wait(lambda h: h.epoch != epoch or h.round >= number)
 
-    def exchange(self, message: Message, facts: Mapping[str, Any]) -> None:
-        """Send this slice's message of the open round to its members, and wait for its end."""
+    def is_past(self, epoch: int, number: int) -> bool:
+        """Whether that round is over, or was undone."""
         with self._changed:
-            epoch, number = self.history.epoch, self.history.round + 1
+            return self.history.epoch != epoch or self.history.round >= number
+
+    def exchange(self, epoch: int, number: int, message: Message, facts: Mapping[str, Any]) -> None:
+        """Send this slice's message of the round to the others in it, and wait for its end."""
+        with self._changed:
+            if self.is_past(epoch, number):
+                return
             members = self.history.members
             self._box(epoch, number)[self.index] = message
         others = [i for i in members if i != self.index]
@@ -234,7 +243,7 @@ class Member:
                     return
                 self._changed.wait(0.2)
 
-    def peers_known(self) -> bool:
+    def knows_all(self) -> bool:
         return len(self._addresses) == len(self._names)
 
     def _quietly(self, address: str, message: Message) -> None:

@@ -55,11 +55,11 @@ class Replica(Protocol):
         """Of the work that is done, with facts for everybody."""
         ...
 
-    def settle(self, number: int, merged: bool) -> None:
+    def settle(self, number: int, merged: bool, history: History) -> None:
         """The round is over; `merged`: with this slice's message. Said once or more."""
         ...
 
-    def apply(self, number: int, row: Sequence[Message | None], merged: bool) -> None:
+    def apply(self, number: int, row: Sequence[Message | None], history: History) -> None:
         """Merge the messages of a round that is over."""
         ...
 
@@ -80,6 +80,7 @@ def run_rounds(member: Member, replica: Replica) -> None:
         facts = dict(replica.facts(member))
         _say_where(member, replica, "standby", facts=facts)
         member.wait(lambda h: h.start is not None)
+        _say_where(member, replica, "starting")
     while True:
         members = _catch_up(member, replica)
         if replica.finished:
@@ -93,10 +94,10 @@ def run_rounds(member: Member, replica: Replica) -> None:
             continue
         _say_where(member, replica, "working")
         replica.work(members)
-        member.exchange(*replica.message())
+        member.exchange(epoch, number, *replica.message())
         history = member.snapshot()
         merged = history.epoch == epoch and history.merges(number, member.index)
-        replica.settle(number, merged)
+        replica.settle(number, merged, history)
 
 
 def _catch_up(member: Member, replica: Replica) -> tuple[int, ...]:
@@ -117,7 +118,9 @@ def _catch_up(member: Member, replica: Replica) -> tuple[int, ...]:
                     Offer(replica.epoch, replica.border, replica.digest(), replica.arrays())
                 )
                 replica.reached(history)
-                return history.members
+                if not member.is_past(replica.epoch, number):
+                    return history.members
+                continue
             if replica.border == history.round - 1 and _by_messages(member, replica, history):
                 continue
         _by_state(member, replica, history, valid)
@@ -129,9 +132,8 @@ def _by_messages(member: Member, replica: Replica, history: History) -> bool:
         row = member.collect(number)
     except Overtaken:
         return False
-    merged = history.merges(number, member.index)
-    replica.settle(number, merged)
-    replica.apply(number, row, merged)
+    replica.settle(number, history.merges(number, member.index), history)
+    replica.apply(number, row, history)
     replica.border = number
     return True
 
@@ -141,7 +143,7 @@ def _by_state(member: Member, replica: Replica, history: History, valid: bool) -
     _say_where(member, replica, "syncing")
     if valid:  # the round in which this slice may have been is not forgotten
         number = replica.border + 1
-        replica.settle(number, history.merges(number, member.index))
+        replica.settle(number, history.merges(number, member.index), history)
     before = replica.border if valid else -1
 
     def wanted(epoch: int, border: int) -> bool:
