@@ -55,7 +55,7 @@ def _train_slice(args: list[str]) -> int:
         folder = options.run / "slices" / options.slice
         processes.take_part(config, folder, options.slice, options.coordinator)
         return 0
-    options = _parse_config(_TrainSlice, args, "train")
+    options = _parse_config(_TrainSlice, args, "train", _processes(args[0]))
     require(
         options.slice and options.coordinator,
         "--slice NAME and --coordinator HOST:PORT go together; give both, or neither",
@@ -78,12 +78,11 @@ def coordinator(args: list[str]) -> int:
         return 0
     if not args or args[0].startswith("-"):
         return _presets_help("coordinator", args)
-    options = _parse_config(_Train, args, "coordinator")
+    options = _parse_config(_Train, args, "coordinator", _processes(args[0]))
     folder = options.out or Path("runs") / options.config.name
-    config = processes.with_grpc(options.config)
     if not (folder / "config.json").exists():
-        _runs().begin_folder(config, folder)
-    processes.coordinate(config, folder)
+        _runs().begin_folder(options.config, folder)
+    processes.coordinate(options.config, folder)
     return 0
 
 
@@ -103,10 +102,18 @@ def launch(args: list[str]) -> int:
             f"{' '.join(args[:3]) or 'nothing'!r}"
         )
     require(args[1].isdecimal(), f"--local {args[1]}: say how many slices, each a process")
-    options = _parse_config(_Launch, args[2:], "launch --local N")
+    options = _parse_config(_Launch, args[2:], "launch --local N", _processes(args[2]))
     folder = options.out or Path("runs") / options.config.name
     local.launch_local(options.config, folder, int(args[1]), options.restarts)
     return 0
+
+
+def _processes(name: str) -> RunConfig:
+    """A preset or file, with a process a slice."""
+    from geojax.configs import load_config
+    from geojax.launch.processes import with_grpc
+
+    return with_grpc(load_config(name))
 
 
 def _runs():

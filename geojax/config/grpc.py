@@ -36,7 +36,7 @@ class GrpcConfig:
     plus so many standard deviations (from the median absolute deviation)."""
     deadline_floor_seconds: float = 10.0
     """And this long after the median, at least."""
-    lease_seconds: float = 15.0
+    lease_seconds: float = 20.0
     """Silence after which a slice counts as dead."""
     join_seconds: float = 300.0
     """For a slice to start, or to evaluate, before the others go on."""

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from geojax.config import RunConfig, RunError, require
-from geojax.launch.processes import ADDRESS_FILE, with_grpc
+from geojax.launch.processes import ADDRESS_FILE, LAUNCHER, with_grpc
 from geojax.runs import begin_folder, read_config, stop_on_signals
 
 COORDINATOR = "coordinator"
@@ -134,7 +134,7 @@ def _watch(
 
 
 def _start(child: _Child, console: Console, width: int) -> None:
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}
     child.process = subprocess.Popen(
         child.command,
         stdout=subprocess.PIPE,
@@ -143,6 +143,7 @@ def _start(child: _Child, console: Console, width: int) -> None:
         start_new_session=True,  # Ctrl-C is the launcher's, which ends them in order
     )
     label = "" if child.name == COORDINATOR else f"{child.name:>{width}} | "
+    console.print(f"{child.name} starts as process {child.process.pid}")
     reader = threading.Thread(
         target=_copy, args=(child.process, label, console), name=child.name, daemon=True
     )

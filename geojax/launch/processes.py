@@ -3,7 +3,11 @@
 
 import hashlib
 import json
-from contextlib import ExitStack
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +21,8 @@ from geojax.track.console import RunConsole
 from geojax.track.metrics import MetricsWriter, write_atomically
 
 ADDRESS_FILE = "coordinator.json"
+LAUNCHER = "GEOJAX_LAUNCHER"
+"""Environment variable: the process that started this one, and whose end is this one's."""
 
 
 def with_grpc(config: RunConfig) -> RunConfig:
@@ -53,7 +59,7 @@ def coordinate(config: RunConfig, folder: Path, console: Console | None = None) 
     config, output = with_grpc(config), console or Console(highlight=False)
     names = tuple(s.name for s in config.slices)
     with ExitStack() as stack:
-        stop = stack.enter_context(stop_on_signals())
+        stop = stack.enter_context(_stop())
         stack.enter_context(alone(folder))
         journal = Journal(folder / "journal.jsonl")
         stack.callback(journal.close)
@@ -92,7 +98,7 @@ def take_part(
     platform.apply(config.platform)
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        stop = stack.enter_context(stop_on_signals())
+        stop = stack.enter_context(_stop())
         stack.enter_context(alone(folder))
         from geojax.geomesh.slice_trainer import SliceTrainer
         from geojax.geomesh.wan.member import Member
@@ -124,6 +130,22 @@ def take_part(
     if not finished:
         output.print(f"slice {name}: stopped and saved")
     return finished
+
+
+@contextmanager
+def _stop() -> Iterator[threading.Event]:
+    """An event that signals set, and the end of the launcher that started this process."""
+    launcher = os.environ.get(LAUNCHER)
+    with stop_on_signals() as stop:
+
+        def watch() -> None:
+            while str(os.getppid()) == launcher:
+                time.sleep(1.0)
+            stop.set()
+
+        if launcher:
+            threading.Thread(target=watch, name="launcher", daemon=True).start()
+        yield stop
 
 
 def require_address(text: str) -> None:

@@ -182,13 +182,24 @@ class Coordinator:
         if kind == "round":
             number, members = entry["round"], set(entry["members"])
             if out := before - set(entry["merged"]):
-                self._say(f"round {number}: goes on without {self._named(out)}")
+                why = ", ".join(f"{self._run.names[i]} ({self._state(i)})" for i in sorted(out))
+                self._say(f"round {number}: goes on without {why}")
             if back := members - before:
                 self._say(f"round {number + 1}: {self._named(back)} is back")
         elif kind == "rollback":
-            self._say(f"nobody holds a later state: back to the end of round {entry['round']}")
+            named = self._named(set(entry["members"]))
+            self._say(f"from the end of round {entry['round']} again, with {named}")
         elif kind == "stop":
             self._say(f"the run stops: {entry['reason']}")
+
+    def _state(self, index: int) -> str:
+        """What is known of a slice, in words."""
+        status, now = self._statuses.get(index), self._clock()
+        if status is None:
+            return "never heard of"
+        if not is_alive(status, now, self._rules):
+            return f"silent for {now - status.seen:.1f} s"
+        return f"{status.phase} at round {status.border + 1} for {now - status.since:.1f} s"
 
     def _mourn(self) -> None:
         now = self._clock()

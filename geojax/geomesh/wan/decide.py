@@ -157,10 +157,8 @@ def _close(
     members = history.members
     here = [alive[i] for i in members if i in alive and _at_border(alive[i], history)]
     reported = {s.slice: s for s in here if s.phase == "waiting"}
-    if not enough(len(reported), slices, rules):
-        return None
     took = {i: s.since - max(opened, s.worked) for i, s in reported.items()}
-    expected = max(s.facts.get("expected_seconds", 1.0) for s in reported.values())
+    expected = max((s.facts.get("expected_seconds", 1.0) for s in reported.values()), default=1.0)
     past = [
         seconds / entry["expected_seconds"] * expected
         for entry in history.rounds[-_REMEMBERED_ROUNDS:]
@@ -184,7 +182,10 @@ def _close(
             return now - max(began, status.since) <= rules.join_seconds
         return now - max(opened, status.since, status.worked) <= limit
 
-    if any(awaited(i) for i in members):
+    waiting_for = {i for i in members if awaited(i)}
+    if not enough(len(waiting_for | set(reported)), slices, rules):
+        return _reopen(history, alive, slices, rules)
+    if waiting_for or not enough(len(reported), slices, rules):
         return None
     votes = Counter(s.digest for s in reported.values())
     digest, count = votes.most_common(1)[0]
@@ -204,6 +205,16 @@ def _close(
         "seconds": {str(i): round(took[i], 3) for i in merged},
         "facts": {str(i): reported[i].facts for i in merged},
     }
+
+
+def _reopen(
+    history: History, alive: Mapping[int, Status], slices: int, rules: GrpcConfig
+) -> Entry | None:
+    """The round once more, where its members are too few by now, with whoever has come back."""
+    standing = [i for i, s in alive.items() if s.phase != "done" and _at_border(s, history)]
+    if not enough(len(standing), slices, rules):
+        return None
+    return {"kind": "rollback", "round": history.round, "members": sorted(standing)}
 
 
 def _at_border(status: Status, history: History) -> bool:

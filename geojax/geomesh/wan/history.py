@@ -5,7 +5,8 @@ Entries, by `kind`:
 start     all slices are there; `members` of round 1, and `facts` of each slice (its profile)
 round     `round` is over: `merged` slices, `members` of the next one, the `digest` of the shared
           state that it began with, `seconds` that slices took to report, and their `facts`
-rollback  nobody holds the state after later rounds any more: `round` is the last one again
+rollback  nobody holds the state after later rounds any more, or the open one has lost too many
+          members: `round` is the last one (again), `members` are those of the next
 stop      the run cannot go on, for a `reason`
 
 A border is a place between rounds: border r lies after round r. A state is that of a border in an

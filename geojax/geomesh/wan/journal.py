@@ -29,6 +29,7 @@ class Journal:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            self._file.close()
             raise RunError(
                 f"another coordinator holds {path}; stop it, or wait for its end"
             ) from error
@@ -48,6 +49,7 @@ class Journal:
             except (ValueError, KeyError, AttributeError):
                 intact = False
             if not intact:
+                self._file.close()
                 raise ConfigError(
                     f"{path}:{number} is damaged; put the file back from a copy, or start a new run"
                 )

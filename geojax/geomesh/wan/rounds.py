@@ -96,8 +96,8 @@ def run_rounds(member: Member, replica: Replica) -> None:
         replica.work(members)
         member.exchange(epoch, number, *replica.message())
         history = member.snapshot()
-        merged = history.epoch == epoch and history.merges(number, member.index)
-        replica.settle(number, merged, history)
+        if history.epoch == epoch:
+            replica.settle(number, history.merges(number, member.index), history)
 
 
 def _catch_up(member: Member, replica: Replica) -> tuple[int, ...]:
