@@ -152,8 +152,10 @@ def _start(child: _Child, console: Console, width: int) -> None:
 
 def _copy(process: subprocess.Popen[bytes], label: str, console: Console) -> None:
     assert process.stdout, "it is a pipe"
-    for line in process.stdout:
-        console.print(Text(label + line.decode(errors="replace").rstrip("\n")), soft_wrap=True)
+    with process.stdout:
+        for line in process.stdout:
+            text = label + line.decode(errors="replace").rstrip("\n")
+            console.print(Text(text), soft_wrap=True)
 
 
 def _wait_for_address(coordinator: _Child, folder: Path, stop: threading.Event) -> str | None:

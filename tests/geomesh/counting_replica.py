@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A slice without a model: its shared state counts how often each sample was merged.
 
-Run as a program it is a slice process: counting_replica.py INDEX SLICES ROUNDS COORDINATOR LOG.
+Run as a program it is a slice's process, or the coordinator's:
+counting_replica.py INDEX SLICES ROUNDS COORDINATOR LOG, counting_replica.py SLICES PORT FOLDER.
 """
 
 import hashlib
@@ -15,7 +16,9 @@ import numpy as np
 
 from geojax.config import GrpcConfig
 from geojax.geomesh.message import FRAME_BYTES, Header, pack, unpack
+from geojax.geomesh.wan.coordinator import Coordinator, Run, Served
 from geojax.geomesh.wan.history import History
+from geojax.geomesh.wan.journal import Journal
 from geojax.geomesh.wan.member import Member, Stopped
 from geojax.geomesh.wan.rounds import run_rounds
 from geojax.geomesh.wan.samples import Samples
@@ -164,5 +167,25 @@ def main(index: int, slices: int, rounds: int, coordinator: str, log: Path) -> N
     log.with_suffix(".json").write_text(json.dumps(result))
 
 
+def coordinate(slices: int, port: int, folder: Path) -> None:
+    config = GrpcConfig(**FAST, port=port)
+    journal = Journal(folder / "journal.jsonl")
+    with (folder / "coordinator.log").open("a") as file:
+
+        def say(text):
+            print(f"{time.time():.2f} {text}", file=file, flush=True)
+
+        run = Run(names(slices), FINGERPRINT)
+        coordinator = Coordinator(run, config, journal, say=say)
+        served = Served(coordinator, config, slices, threading.Event())
+        (folder / "address").write_text(served.address)
+        served.run()
+        served.close()
+    journal.close()
+
+
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), sys.argv[4], Path(sys.argv[5]))
+    if len(sys.argv) == 4:
+        coordinate(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        main(*map(int, sys.argv[1:4]), sys.argv[4], Path(sys.argv[5]))

@@ -154,7 +154,7 @@ class Apart:
             threads.append(self._thread(name, self._take_part, name, address))
         for thread in threads:
             thread.join(PATIENCE_SECONDS)
-            assert not thread.is_alive(), self.said()
+            assert not thread.is_alive(), (self.results, self.said())
         for name, result in self.results.items():
             assert isinstance(result, bool), (name, result, self.said())
 

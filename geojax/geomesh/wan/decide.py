@@ -156,7 +156,7 @@ def _close(
 ) -> Entry | None:
     members = history.members
     here = [alive[i] for i in members if i in alive and _at_border(alive[i], history)]
-    reported = {s.slice: s for s in here if s.phase == "waiting"}
+    reported = {s.slice: s for s in here if s.phase == "waiting" and s.epoch == history.epoch}
     took = {i: s.since - max(opened, s.worked) for i, s in reported.items()}
     expected = max((s.facts.get("expected_seconds", 1.0) for s in reported.values()), default=1.0)
     past = [
@@ -179,7 +179,7 @@ def _close(
         if status.restarted or i in reported:
             return now - opened <= limit
         if status.phase in _LOOKING:
-            return now - max(began, status.since) <= rules.join_seconds
+            return now - max(opened, status.since) <= rules.join_seconds
         return now - max(opened, status.since, status.worked) <= limit
 
     waiting_for = {i for i in members if awaited(i)}
