@@ -74,16 +74,14 @@ def coordinator(args: list[str]) -> int:
         config = _runs().read_config(options.run / "config.json")
         if options.port is not None:
             config = replace(config, grpc=replace(config.grpc, port=options.port))
-        processes.coordinate(config, options.run)
-        return 0
+        return processes.exit_code(processes.coordinate(config, options.run))
     if not args or args[0].startswith("-"):
         return _presets_help("coordinator", args)
     options = _parse_config(_Train, args, "coordinator", _processes(args[0]))
     folder = options.out or Path("runs") / options.config.name
     if not (folder / "config.json").exists():
         _runs().begin_folder(options.config, folder)
-    processes.coordinate(options.config, folder)
-    return 0
+    return processes.exit_code(processes.coordinate(options.config, folder))
 
 
 def launch(args: list[str]) -> int:

@@ -28,6 +28,7 @@ COORDINATOR = "coordinator"
 _POLL_SECONDS = 0.1
 _START_SECONDS = 60.0  # for the coordinator to listen
 _STOP_SECONDS = 120.0  # for slices to save
+_FAREWELL_SECONDS = 30.0  # for slices to end after the coordinator has
 _FIRST_PAUSE_SECONDS = 1.0  # before a process is started again; doubles
 _LONGEST_PAUSE_SECONDS = 30.0
 _USER_MISTAKE = 2  # exit code that a new start would give again
@@ -104,16 +105,24 @@ def _watch(
     console: Console,
     width: int,
 ) -> None:
-    """Until all have ended well, or `stop`."""
+    """Until the run has ended, or `stop`. RunError where a process dies too often."""
+    ended = None
     while not stop.wait(_POLL_SECONDS):
         now = time.monotonic()
+        if children[COORDINATOR].code == 0:  # the run has ended, and whoever knows it ends too
+            ended = ended or now
+            if now - ended > _FAREWELL_SECONDS or all(
+                c.code is not None for c in children.values()
+            ):
+                return
+            continue
         for child in children.values():
             if child.process is None:
                 if now >= child.due:
                     _start(child, console, width)
                 continue
             code = child.code
-            if code is None or code == 0:
+            if code is None or code == 0:  # a slice that somebody stopped stays away
                 continue
             if code == _USER_MISTAKE or child.restarts >= restarts:
                 raise RunError(
@@ -129,8 +138,6 @@ def _watch(
                 f"({child.restarts} of {restarts})",
                 soft_wrap=True,
             )
-        if all(child.code == 0 for child in children.values()):
-            return
 
 
 def _start(child: _Child, console: Console, width: int) -> None:

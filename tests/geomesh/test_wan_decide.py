@@ -133,7 +133,8 @@ def test_a_round_that_lost_too_many_opens_again_with_those_who_came_back():
 def test_where_the_newest_state_is_lost_the_run_goes_back_and_merges_every_sample_once():
     world = World(3, rounds=20)
     world.pass_seconds(30)
-    assert len(merged(world)) > 5
+    while len(merged(world)) <= max(s.saved[1] for s in world.slices):
+        world.pass_seconds(1)
     for s in world.slices:
         s.restart()
     world.pass_seconds(200)

@@ -19,6 +19,7 @@ from geojax.geomesh.wan.samples import Samples
 
 RULES = GrpcConfig(lease_seconds=3, deadline_floor_seconds=4, join_seconds=20)
 WORK_SECONDS = 2
+SAVED_ROUNDS = 5  # between checkpoints, of each slice at another round
 MOST = 20_000
 
 
@@ -42,21 +43,19 @@ class Slice:
 
     def __init__(self, world, index):
         self.world, self.index = world, index
+        self.saved = 0, 0, np.zeros(MOST, np.uint8)
         self.restart()
 
     def restart(self):
-        """A new process without a checkpoint."""
+        """A new process, from the last checkpoint."""
         self.incarnation = str(next(self.incarnations))
         self.alive, self.stuck = True, False
-        self.epoch = self.border = 0
-        self.counts = np.zeros(MOST, np.uint8)
-        self.forget_journal()
+        self.epoch, self.border, counts = self.saved
+        self.counts = counts.copy()
+        self.history, self.read, self.chain = History(), 0, ""
         self.phase, self.mail, self.began = "starting", {}, None
         self.samples = Samples()
         self.refused = False
-
-    def forget_journal(self):
-        self.history, self.read, self.chain = History(), 0, ""
 
     @property
     def digest(self):
@@ -115,16 +114,16 @@ class Slice:
         if valid:
             self.epoch = history.epoch
         if not valid or self.border < history.round - 1:
-            self.take_state(valid)
+            self.take_state()
         elif self.border == history.round - 1:
             if not self.apply(history.round):
-                self.take_state(valid)
+                self.take_state()
         else:
             self.work()
 
-    def take_state(self, valid):
+    def take_state(self):
         self.phase, self.began = "syncing", None
-        before = self.border if valid else -1
+        before = self.border if self.history.holds(self.epoch, self.border) else -1
         for peer in self.world.reached_by(self.index):
             if peer.border > before and self.history.holds(peer.epoch, peer.border):
                 self.counts, self.border = peer.counts.copy(), peer.border
@@ -144,6 +143,8 @@ class Slice:
             for part in share:
                 self.counts[part.start : part.stop] += 1
         self.border, self.began = number, None
+        if number % SAVED_ROUNDS == self.index:
+            self.saved = self.epoch, number, self.counts.copy()
         self.mail = {k: v for k, v in self.mail.items() if k >= key}
         return True
 

@@ -89,11 +89,13 @@ def test_a_child_that_dies_is_started_again_so_often_and_no_more(monkeypatch):
         def print(self, text, **_):
             self.lines.append(str(text))
 
-    child = local._Child("x", [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    child = local._Child(
+        local.COORDINATOR, [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    )
     console = Said()
     local._start(child, console, 1)
     with pytest.raises(RunError, match="by SIGKILL after 2 new starts"):
-        local._watch({"x": child}, 2, threading.Event(), console, 1)
+        local._watch({child.name: child}, 2, threading.Event(), console, 1)
     assert sum("starts as process" in line for line in console.lines) == 3
 
 
@@ -126,7 +128,10 @@ class Launch:
         self.reader.start()
 
     def _read(self) -> None:
-        self.lines.extend(self.process.stdout)
+        with self.process.stdout, self.folder.with_suffix(".log").open("a") as log:
+            for line in self.process.stdout:
+                self.lines.append(line)
+                print(f"{time.time():.1f} {line}", end="", file=log, flush=True)
 
     def said(self) -> str:
         return "".join(self.lines)

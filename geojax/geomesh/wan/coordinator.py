@@ -24,7 +24,7 @@ from geojax.geomesh.wan.rpc import Header, Server
 _TICK_SECONDS = 0.05
 _PAGE_BYTES = 1 << 20  # of entries in one reply
 _LONGEST_WAIT_SECONDS = 10.0
-_FAREWELL_SECONDS = 1.0
+_AT_THE_END = ("done", "gone")
 _TOLD = {f.name for f in fields(Status)} - {"seen", "since", "worked", "restarted"}
 
 
@@ -59,13 +59,14 @@ class Coordinator:
             ledger.follow(self.history)
         self._statuses: dict[int, Status] = {}
         self._dead: set[int] = set()
-        self._began = self._opened = clock()
+        self._began = self._opened = self._awake = clock()
         self._changed = threading.Condition()
         self._stopped = False
 
     def tell(self, header: Header) -> Header:
         """A slice says what it does; its records are taken, and how many are safe is told."""
         with self._changed:
+            self._wake()
             index = self._index(header)
             now, before = self._clock(), self._statuses.get(index)
             told = {name: header[name] for name in _TOLD if name in header}
@@ -121,6 +122,7 @@ class Coordinator:
     def tick(self) -> None:
         """Time has passed."""
         with self._changed:
+            self._wake()
             self._decide()
             self._mourn()
             if self.finished:
@@ -133,16 +135,36 @@ class Coordinator:
 
     @property
     def finished(self) -> bool:
-        """Whether every slice that is alive has reached the end of the run."""
+        """Whether every slice has reached the end of the run; one that says nothing for long is not
+        waited for."""
+        now, patience = self._clock(), self._rules.join_seconds
+        for index in range(len(self._run.names)):
+            status = self._statuses.get(index)
+            if status and status.phase in _AT_THE_END:
+                continue
+            if now - (status.seen if status else self._began) <= patience:
+                return False
+        return any(s.phase in _AT_THE_END for s in self._statuses.values())
+
+    @property
+    def left(self) -> bool:
+        """Whether all slices have gone."""
         now = self._clock()
-        alive = [s for s in self._statuses.values() if is_alive(s, now, self._rules)]
-        return bool(alive) and all(s.phase == "done" for s in alive)
+        return not any(is_alive(s, now, self._rules) for s in self._statuses.values())
 
     def stop(self) -> None:
         """Decide nothing any more."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+
+    def _wake(self) -> None:
+        """What slices said while this process could not listen is not held against them."""
+        now = self._clock()
+        if now - self._awake > self._rules.lease_seconds / 2:
+            for status in self._statuses.values():
+                status.seen = max(status.seen, now)
+        self._awake = now
 
     def _index(self, header: Mapping[str, Any]) -> int:
         name, run = header.get("name"), self._run
@@ -236,7 +258,7 @@ class Served:
                 ended = None
             elif ended is None:
                 ended = time.monotonic()
-            elif time.monotonic() - ended > _FAREWELL_SECONDS:
+            elif time.monotonic() - ended > self._config.lease_seconds or self._coordinator.left:
                 return True
         return False
 

@@ -39,7 +39,7 @@ class Status:
     phase: str
     """starting; syncing: looks for the newest state; standby: holds it, and has begun no round;
     working; waiting: its inner steps are done; busy: evaluates, or compiles for another
-    plan; done; stopping."""
+    plan; done; gone: done, and has heard that all are; stopping."""
     epoch: int = 0
     border: int = 0
     """Of the state that it holds, or could restore or make."""
@@ -89,7 +89,7 @@ def decide(
 
 
 def is_alive(status: Status, now: float, rules: GrpcConfig) -> bool:
-    return status.phase != "stopping" and now - status.seen <= rules.lease_seconds
+    return status.phase not in ("stopping", "gone") and now - status.seen <= rules.lease_seconds
 
 
 def enough(votes: int, slices: int, rules: GrpcConfig) -> bool:

@@ -94,6 +94,7 @@ class Member:
         self.beat: Callable[[], None] = lambda: None
         """Called while this slice waits."""
         self._failure: RunError | None = None
+        self._heard = time.monotonic()
         self._ending = threading.Event()
         self._server = Server(
             config,
@@ -117,8 +118,8 @@ class Member:
         self._ending.set()
         self._news.set()
         with self._changed:
-            if self._status["phase"] != "done":
-                self._status["phase"] = "stopping"
+            done = self._status["phase"] == "done"
+            self._status["phase"] = "gone" if done else "stopping"
             self._changed.notify_all()
         with suppress(CallError):
             self._client.call(self._coordinator, "tell", self._say_this())
@@ -236,10 +237,11 @@ class Member:
 
     def wait_for_the_end(self) -> None:
         """Until every slice has reached the end, or the coordinator has gone."""
-        deadline = time.monotonic() + self._config.join_seconds
         with self._changed:
-            while not (self.finished and not self._records) and time.monotonic() < deadline:
-                if self._stop.is_set() or self._failure:
+            while not (self.finished and not self._records):
+                config, silent = self._config, time.monotonic() - self._heard
+                patience = config.lease_seconds if self.finished else config.join_seconds
+                if self._stop.is_set() or self._failure or silent > patience:
                     return
                 self._changed.wait(0.2)
 
@@ -299,7 +301,8 @@ class Member:
             raise
         with self._changed:
             history = self.history
-            current = key[0] >= history.epoch and key[1] > history.round
+            same, later = key[0] == history.epoch, key[0] > history.epoch
+            current = later or (same and key[1] > history.round)
             if current:  # it may be ahead of what this slice has read of the journal
                 self._mail.setdefault(key, {})[sender] = message
                 if key == (history.epoch, history.round + 1):
@@ -389,6 +392,7 @@ class Member:
                 reply = self._client.call(
                     self._coordinator, method, header, header.get("wait_seconds", 0.0)
                 )
+                self._heard = time.monotonic()
                 if lost and method == "tell":
                     self.say("the coordinator answers again")
                 return reply

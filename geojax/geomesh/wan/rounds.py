@@ -144,7 +144,7 @@ def _by_state(member: Member, replica: Replica, history: History, valid: bool) -
     if valid:  # the round in which this slice may have been is not forgotten
         number = replica.border + 1
         replica.settle(number, history.merges(number, member.index), history)
-    before = replica.border if valid else -1
+    before = replica.border if history.holds(replica.epoch, replica.border) else -1
 
     def wanted(epoch: int, border: int) -> bool:
         return history.holds(epoch, border) and border > before
