@@ -23,14 +23,17 @@ from geojax.config import (
     BalanceConfig,
     CheckpointConfig,
     ClockConfig,
+    ConaConfig,
     ConfigError,
     DataConfig,
     EvalConfig,
     ExchangeConfig,
     GrpcConfig,
+    NoiseConfig,
     OptimizerConfig,
     OuterConfig,
     RunConfig,
+    ScalingConfig,
     SliceConfig,
     SourceConfig,
     TokenizerConfig,
@@ -131,6 +134,7 @@ class Apart:
             grpc=GrpcConfig(lease_seconds=30, deadline_floor_seconds=30, call_seconds=30),
         )
         self.folder, self.outputs, self.results = folder, {}, {}
+        self.names = [s.name for s in config.slices]
         self.stops: dict[str, threading.Event] = {}
         mine = self.stops
 
@@ -150,7 +154,7 @@ class Apart:
             assert threads[0].is_alive(), self.results
             threading.Event().wait(0.01)
         address = (self.folder / processes.ADDRESS_FILE).read_text().split('"')[3]
-        for name in REGIONS:
+        for name in self.names:
             threads.append(self._thread(name, self._take_part, name, address))
         for thread in threads:
             thread.join(PATIENCE_SECONDS)
@@ -159,7 +163,7 @@ class Apart:
             assert isinstance(result, bool), (name, result, self.said())
 
     def stop(self) -> None:
-        for name in ("coordinator", *REGIONS):
+        for name in ("coordinator", *self.names):
             self.stops[name].set()
 
     def said(self) -> str:
@@ -276,6 +280,68 @@ def test_a_slice_that_starts_anew_takes_part_again(text, tmp_path, monkeypatch):
     check_accounting(run)
     assert run.rounds[-1]["tokens"] == config.train.total_tokens
     assert {r["slice"] for r in run.slices if r["round"] == len(run.rounds)} == set(REGIONS)
+
+
+@pytest.mark.full
+def test_under_cona_slices_apart_take_the_same_plans(text, tmp_path, monkeypatch):
+    config = make_config(text)
+    cona = replace(
+        config,
+        train=replace(config.train, compute_dtype="bfloat16", total_tokens=900 * SEQ_LEN),
+        slices=(
+            SliceConfig("h", "eastus", gpu="h100", gpus=8),
+            SliceConfig("a", "westus2", gpu="a100-40gb", gpus=4),
+        ),
+        cona=ConaConfig((4, 16)),
+        scaling=ScalingConfig(base_batch=4),
+        noise=NoiseConfig(probe_steps=5, first_steps=2),
+        balance=BalanceConfig(inner_steps=4),
+        clock=ClockConfig("modelled", model="llama-150m", wan="geomesh-azure", switch_seconds=0.5),
+    )
+    one = together(cona, tmp_path / "one")
+    apart = Apart(cona, tmp_path / "apart", monkeypatch)
+    apart.go()
+    assert apart.hashes() == [r["hash"] for r in one]
+    plans = [r["decision"]["plan"] for r in apart.records("plan")]
+    other = read_records(tmp_path / "one" / "metrics.jsonl")
+    assert plans == [r["decision"]["plan"] for r in other if r["kind"] == "plan"]
+    for mine, theirs in zip(apart.records("round"), one, strict=True):
+        assert (mine["noise"], mine["strategy"]) == (theirs["noise"], theirs["strategy"])
+    check_accounting(load_run(apart.folder))
+
+
+@pytest.mark.full
+def test_under_the_measured_clock_times_add_up_and_plans_may_follow_them(
+    text, tmp_path, monkeypatch
+):
+    config = make_config(text, rounds=12)
+    measured = replace(
+        processes.with_grpc(config),
+        slices=tuple(SliceConfig(name) for name in REGIONS),
+        clock=ClockConfig(),
+        balance=BalanceConfig(sync_share=0.5, batch_sizes=(BATCH,), replan=0.03),
+    )
+    run, slow = slice_module.Worker.run, threading.Event()
+
+    def slowed(worker, *args):
+        before = worker.progress.compute_seconds
+        run(worker, *args)
+        if worker.index == 2 and slow.is_set():  # this slice is three times as slow
+            took = worker.progress.compute_seconds - before
+            threading.Event().wait(2 * took)
+            worker.progress = replace(
+                worker.progress, compute_seconds=worker.progress.compute_seconds + 2 * took
+            )
+
+    slow.set()
+    monkeypatch.setattr(slice_module.Worker, "run", slowed)
+    apart = Apart(measured, tmp_path / "apart", monkeypatch)
+    apart.go()
+    found = load_run(apart.folder)
+    check_accounting(found)
+    assert min(r["wan_seconds"] for r in found.slices) >= 0
+    assert {r["slice"] for r in found.slices} == set(REGIONS)
+    assert found.switches, apart.said()
 
 
 def test_what_cannot_run_as_processes_is_refused(text):

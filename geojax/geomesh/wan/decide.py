@@ -165,6 +165,7 @@ def _close(
         for seconds in entry["seconds"].values()
     ]
     limit = limit_seconds([*past, *took.values()], rules)
+    last_report = max((s.since for s in reported.values()), default=now)
 
     def awaited(i: int) -> bool:
         status = statuses.get(i)
@@ -176,7 +177,9 @@ def _close(
             return False
         if status.phase == "busy":
             return now - status.since <= rules.join_seconds
-        if status.restarted or i in reported:
+        if i in reported:  # messages of the last one are under way
+            return now - last_report <= limit
+        if status.restarted:
             return now - opened <= limit
         if status.phase in _LOOKING:
             return now - max(opened, status.since) <= rules.join_seconds
