@@ -48,14 +48,15 @@ def train(args: list[str]) -> int:
 def _train_slice(args: list[str]) -> int:
     """One slice of a run whose slices are processes."""
     from geojax.launch import processes
+    from geojax.launch.options import ResumeSlice, TrainSlice
 
     if args[0] == "--resume":
-        options = _parse(_ResumeSlice, args[1:], "geojax train --resume")
+        options = _parse(ResumeSlice, args[1:], "geojax train --resume")
         config = _runs().read_config(options.run / "config.json")
         folder = options.run / "slices" / options.slice
         processes.take_part(config, folder, options.slice, options.coordinator)
         return 0
-    options = _parse_config(_TrainSlice, args, "train", _processes(args[0]))
+    options = _parse_config(TrainSlice, args, "train", _processes(args[0]))
     require(
         options.slice and options.coordinator,
         "--slice NAME and --coordinator HOST:PORT go together; give both, or neither",
@@ -68,9 +69,10 @@ def _train_slice(args: list[str]) -> int:
 def coordinator(args: list[str]) -> int:
     """Say who is in which round of a run whose slices are processes, and keep its records."""
     from geojax.launch import processes
+    from geojax.launch.options import ResumeCoordinator
 
     if args and args[0] == "--resume":
-        options = _parse(_ResumeCoordinator, args[1:], "geojax coordinator --resume")
+        options = _parse(ResumeCoordinator, args[1:], "geojax coordinator --resume")
         config = _runs().read_config(options.run / "config.json")
         if options.port is not None:
             config = replace(config, grpc=replace(config.grpc, port=options.port))
@@ -87,9 +89,10 @@ def coordinator(args: list[str]) -> int:
 def launch(args: list[str]) -> int:
     """Train with a process a slice on this machine: geojax launch --local N PRESET_OR_FILE."""
     from geojax.launch import local
+    from geojax.launch.options import Launch, Relaunch
 
     if args and args[0] == "--resume":
-        options = _parse(_Relaunch, args[1:], "geojax launch --resume")
+        options = _parse(Relaunch, args[1:], "geojax launch --resume")
         local.relaunch(options.run, options.restarts)
         return 0
     if len(args) < 3 or args[0] != "--local" or args[2].startswith("-"):
@@ -100,7 +103,7 @@ def launch(args: list[str]) -> int:
             f"{' '.join(args[:3]) or 'nothing'!r}"
         )
     require(args[1].isdecimal(), f"--local {args[1]}: say how many slices, each a process")
-    options = _parse_config(_Launch, args[2:], "launch --local N", _processes(args[2]))
+    options = _parse_config(Launch, args[2:], "launch --local N", _processes(args[2]))
     folder = options.out or Path("runs") / options.config.name
     local.launch_local(options.config, folder, int(args[1]), options.restarts)
     return 0
@@ -435,57 +438,6 @@ class _Train:
     config: Annotated[RunConfig, tyro.conf.arg(name="")]
     out: Path | None = None
     """Run folder; unset: runs/NAME."""
-
-
-@dataclass(frozen=True)
-class _TrainSlice(_Train):
-    """Any field of the config can be set."""
-
-    slice: str = ""
-    """Train this slice only, the others being other processes; goes on where it has a checkpoint.
-    Run folder, if unset: runs/NAME/slices/SLICE."""
-    coordinator: str = ""
-    """HOST:PORT of the run's coordinator."""
-
-
-@dataclass(frozen=True)
-class _ResumeSlice:
-    """One slice of the run in a folder that this process can read."""
-
-    run: tyro.conf.Positional[Path]
-    """Run folder; the slice's own is slices/NAME in it."""
-    slice: str
-    """Which."""
-    coordinator: str
-    """HOST:PORT of the run's coordinator."""
-
-
-@dataclass(frozen=True)
-class _ResumeCoordinator:
-    """Be the coordinator of a run again."""
-
-    run: tyro.conf.Positional[Path]
-    """Run folder."""
-    port: int | None = None
-    """To listen on; unset: the config's."""
-
-
-@dataclass(frozen=True)
-class _Launch(_Train):
-    """Any field of the config can be set."""
-
-    restarts: int = 5
-    """New starts of each process that dies, before the run is given up."""
-
-
-@dataclass(frozen=True)
-class _Relaunch:
-    """Go on with a run, each slice a process."""
-
-    run: tyro.conf.Positional[Path]
-    """Run folder."""
-    restarts: int = 5
-    """New starts of each process that dies, before the run is given up."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from geojax.config import ConfigError, LostRunError, RunConfig, RunError, requir
 from geojax.data import Corpus, TaskSet
 from geojax.geomesh.agreed import Agreed
 from geojax.geomesh.balance import Plan
-from geojax.geomesh.checkpoint import checkpoint_tree
+from geojax.geomesh.checkpoint import abstract_slice, checkpoint_tree
 from geojax.geomesh.clock import RoundTimes, modelled_exchange_seconds, traffic
 from geojax.geomesh.layout import make_layout
 from geojax.geomesh.options import choices, work_strategy
@@ -57,7 +57,6 @@ from geojax.train.initial import read_init
 from geojax.train.origin import check_origin, origin
 from geojax.train.program import Program
 from geojax.train.steering import make_task, noise_record
-from geojax.train.step import init_state
 
 
 class SliceTrainer:
@@ -462,7 +461,9 @@ class SliceTrainer:
             f"the checkpoint is of slice {meta['slice']}, and this is {name}; give each slice a "
             "folder of its own",
         )
-        abstract = jax.eval_shape(lambda: self._abstract(meta["mid_round"]))
+        abstract = abstract_slice(
+            name, self._outer, self._feedback, self.config.train, meta["mid_round"]
+        )
         state, meta = self._checkpoints.restore(abstract)
         shared = jax.tree.map(np.array, (state["params"], state["outer_opt_state"]))
         self._outer.params, self._outer.opt_state = shared
@@ -473,24 +474,6 @@ class SliceTrainer:
         if self._feedback:
             self._feedback = ErrorFeedback(kept["feedback"], self._feedback.shard)
         self._saved = kept, meta
-
-    def _abstract(self, mid_round: bool) -> dict[str, Any]:
-        """What `checkpoint_tree` returns, in any plan."""
-        state = init_state(self._outer.params, self.config.train)
-        kept: dict[str, Any] = {
-            "opt_state": state.opt_state,
-            "step": state.step,
-            "mean_loss": state.mean_loss,
-        }
-        if self._feedback:
-            kept["feedback"] = self._feedback.own
-        if mid_round:
-            kept["params"] = state.params
-        return {
-            "params": self._outer.params,
-            "outer_opt_state": self._outer.opt_state,
-            "slices": {self._names[self.index]: kept},
-        }
 
     def _saved_round(self) -> int | None:
         """The round that the checkpoint was made in."""

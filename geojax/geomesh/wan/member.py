@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One slice's side: it tells the coordinator what it does, follows the journal, and moves bytes.
 
-Two threads keep in touch with the coordinator, whatever the slice computes: one says the slice's
-status when it changes and several times a lease, one reads the journal. Peers' messages arrive in
-the threads of the server. Invariant: a slice that hears nothing of the coordinator waits; it never
-goes on alone.
+Peers' messages arrive in the threads of a server of its own. Invariant: a slice that hears nothing
+of the coordinator waits; it never goes on alone.
 """
 
 import secrets
@@ -12,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -20,12 +17,11 @@ from jaxtyping import UInt8
 
 from geojax.config import GrpcConfig, RunError
 from geojax.geomesh.wan.history import History
+from geojax.geomesh.wan.link import Link
 from geojax.geomesh.wan.rpc import CallError, Client, Header, Server, chunks
 
 Message = UInt8[np.ndarray, "_"]
 
-_BEATS_A_LEASE = 5
-_FOLLOW_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 5.0  # between tries
 _RETRY_SECONDS = 0.2
 
@@ -72,12 +68,11 @@ class Member:
         """`check(round, slice, message)` raises a RunError unless the message is that; a message
         has `message_bytes`. `stop` ends every wait."""
         self._config, self._names, self.index = config, names, index
-        self._coordinator, self._check, self._stop, self.say = coordinator, check, stop, say
+        self._check, self._stop, self.say = check, stop, say
         self._message_bytes = message_bytes
         self._client = Client(config)
         self._changed = threading.Condition()
         self._status: dict[str, Any] = {"phase": "starting", "epoch": 0, "border": 0}
-        self._news = threading.Event()
         self._records: list[dict[str, Any]] = []
         self._identity = {
             "name": names[index],
@@ -95,7 +90,6 @@ class Member:
         """Called while this slice waits."""
         self._failure: RunError | None = None
         self._heard = time.monotonic()
-        self._ending = threading.Event()
         self._server = Server(
             config,
             config.port,
@@ -106,23 +100,25 @@ class Member:
             largest_bytes=message_bytes,
         )
         self._status["address"] = self._server.address
-        self._threads = [
-            threading.Thread(target=target, name=target.__name__, daemon=True)
-            for target in (self._keep_telling, self._keep_following)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._link = Link(
+            self._client,
+            coordinator,
+            config.lease_seconds,
+            self._say_this,
+            self._where,
+            self._heard_back,
+            self._read_on,
+            self._was_refused,
+            say,
+        )
 
     def close(self) -> None:
         """Say good-bye, and end."""
-        self._ending.set()
-        self._news.set()
         with self._changed:
             done = self._status["phase"] == "done"
             self._status["phase"] = "gone" if done else "stopping"
             self._changed.notify_all()
-        with suppress(CallError):
-            self._client.call(self._coordinator, "tell", self._say_this())
+        self._link.close()
         self._server.stop()
         self._client.close()
 
@@ -135,13 +131,13 @@ class Member:
         """What this slice does, from now on."""
         with self._changed:
             self._status |= changes
-        self._news.set()
+        self._link.hurry()
 
     def record(self, *records: dict[str, Any]) -> None:
         """For the run's records, each with `kind` and `round`; sent until they are written."""
         with self._changed:
             self._records += [{"epoch": self.history.epoch, **record} for record in records]
-        self._news.set()
+        self._link.hurry()
 
     def offer(self, offer: Offer) -> None:
         """What peers get when they ask for the state."""
@@ -261,7 +257,7 @@ class Member:
         def over() -> bool:
             history = self.history
             gone = history.epoch != header["epoch"] or history.round >= header["round"]
-            return gone or self._stop.is_set() or self._ending.is_set()
+            return gone or self._stop.is_set() or self._link.ending
 
         while not over():
             address = self._addresses.get(other)
@@ -307,7 +303,7 @@ class Member:
                 self._mail.setdefault(key, {})[sender] = message
                 if key == (history.epoch, history.round + 1):
                     self._status["received"] = self._received(*key)
-                    self._news.set()
+                    self._link.hurry()
         return {"taken": current}
 
     def _give_message(self, header: Header) -> tuple[Header, Iterable[memoryview]]:
@@ -352,64 +348,33 @@ class Member:
         with self._changed:
             return self._status | self._identity | {"records": list(self._records)}
 
-    def _keep_telling(self) -> None:
-        beat = self._config.lease_seconds / _BEATS_A_LEASE
-        while not self._ending.is_set():
-            self._news.clear()
-            header = self._say_this()
-            reply = self._reach("tell", header)
-            if reply is None:
-                return
-            with self._changed:
-                recorded = reply["recorded"]
-                done = [r for r in header["records"] if r["round"] <= recorded]
-                self._records = [r for r in self._records if r not in done]
-            self._news.wait(beat)
+    def _where(self) -> Header:
+        return {"after": self._read, "chain": self._chain} | self._identity
 
-    def _keep_following(self) -> None:
-        while not self._ending.is_set():
-            place = {"after": self._read, "chain": self._chain, "wait_seconds": _FOLLOW_SECONDS}
-            reply = self._reach("follow", place | self._identity)
-            if reply is None:
-                return
-            with self._changed:
-                for entry in reply["entries"]:
-                    self.history.add(entry)
-                self._read += len(reply["entries"])
-                self._chain = reply["chain"]
-                self._addresses = {int(i): a for i, a in reply["addresses"].items()}
-                self.finished = reply["finished"]
-                if reply["entries"]:
-                    key = (self.history.epoch, self.history.round + 1)
-                    self._status["received"] = self._received(*key)
-                self._changed.notify_all()
+    def _heard_back(self, told: Header, reply: Header) -> None:
+        with self._changed:
+            self._heard = time.monotonic()
+            done = [r for r in told["records"] if r["round"] <= reply["recorded"]]
+            self._records = [r for r in self._records if r not in done]
 
-    def _reach(self, method: str, header: Header) -> Header | None:
-        """The coordinator's answer, however long it takes; None at the end."""
-        pause, lost = _RETRY_SECONDS, False
-        while not self._ending.is_set():
-            try:
-                reply = self._client.call(
-                    self._coordinator, method, header, header.get("wait_seconds", 0.0)
-                )
-                self._heard = time.monotonic()
-                if lost and method == "tell":
-                    self.say("the coordinator answers again")
-                return reply
-            except CallError as error:
-                if "failed_precondition" in str(error):
-                    with self._changed:
-                        self._failure = RunError(f"the coordinator refuses this slice: {error}")
-                        self._changed.notify_all()
-                    return None
-                if not lost and method == "tell":
-                    self.say(f"cannot reach the coordinator at {error}; waiting for it")
-                lost = True
-            self._ending.wait(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-            if method == "tell":
-                header = self._say_this()
-        return None
+    def _read_on(self, reply: Header) -> None:
+        with self._changed:
+            self._heard = time.monotonic()
+            for entry in reply["entries"]:
+                self.history.add(entry)
+            self._read += len(reply["entries"])
+            self._chain = reply["chain"]
+            self._addresses = {int(i): a for i, a in reply["addresses"].items()}
+            self.finished = reply["finished"]
+            if reply["entries"]:
+                key = (self.history.epoch, self.history.round + 1)
+                self._status["received"] = self._received(*key)
+            self._changed.notify_all()
+
+    def _was_refused(self, why: str) -> None:
+        with self._changed:
+            self._failure = RunError(f"the coordinator refuses this slice: {why}")
+            self._changed.notify_all()
 
     def _raise_failure(self) -> None:
         if self._failure:

@@ -34,7 +34,10 @@ Send = Callable[[Header], tuple[Header, Iterable[memoryview]]]
 
 
 class CallError(RunError):
-    """A call that failed, or that the other side refused; says how."""
+    """A call that failed; says how."""
+
+    refused = False
+    """Whether the other side answered, and will give no other answer."""
 
 
 def _options(idle_seconds: float) -> list[tuple[str, int]]:
@@ -157,7 +160,9 @@ class Client:
         except grpc.RpcError as error:
             call = cast(grpc.Call, error)
             details = " ".join((call.details() or "").split())[:200]
-            raise CallError(f"{address}: {call.code().name.lower()} ({details})") from error
+            failed = CallError(f"{address}: {call.code().name.lower()} ({details})")
+            failed.refused = call.code() == grpc.StatusCode.FAILED_PRECONDITION
+            raise failed from error
         except (ValueError, StopIteration, KeyError) as error:
             raise CallError(f"{address}: an answer that is none ({error})") from error
 
