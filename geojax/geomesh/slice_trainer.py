@@ -134,6 +134,8 @@ class SliceTrainer:
     def run(self, member: Member, console: RunConsole) -> bool:
         """To the end of the run; False if it was stopped before. Either way the state is saved."""
         self._member, self._console = member, console
+        if self._saved:  # what the process before could not send
+            member.record(*self._saved[1]["records"])
         member.beat = lambda: self._watchdog.beat("waiting for others")
         try:
             run_rounds(member, self)
@@ -225,7 +227,7 @@ class SliceTrainer:
         after = (agreed.samples.merged + taken) * seq_len
         if shares[self.index] != self._share:
             worker.end_round()  # what it may hold is of another share
-        self._share, self._members = shares[self.index], tuple(members)
+        self._share = shares[self.index]
 
         def stopped() -> bool:
             self._watchdog.beat(f"inner steps of round {self.border + 1}")
@@ -297,8 +299,12 @@ class SliceTrainer:
         if self._contribution:
             self._write(number, plan, members, result, missing)
         self._drop_work()
-        if absent := [n for n in missing if self._names.index(n) in members]:
-            self._console.warn(f"round {number}: left out {', '.join(absent)}")
+        merged = history.rounds[number - 1]["merged"]
+        if poor := [name for name in missing if self._names.index(name) in merged]:
+            self._console.warn(
+                f"round {number}: left out {', '.join(poor)}, whose update was not finite or came "
+                "from too few good steps"
+            )
         self._lost_rounds = 0 if result.pseudo_gradients else self._lost_rounds + 1
         if self._lost_rounds >= self.config.train.anomalies.max_lost_rounds:
             raise LostRunError(lost_rounds_message(self.config, self._lost_rounds))
@@ -447,6 +453,7 @@ class SliceTrainer:
             "progress": [asdict(worker.progress)],
             "share": [[part.start, part.stop] for part in self._share],
             "batch": worker.work.batch,
+            "records": self._member.unwritten,
             "wall_seconds": self._wall_seconds(),
         }
         with self._watchdog.pause():

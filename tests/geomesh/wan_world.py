@@ -131,7 +131,7 @@ class Slice:
                 return
 
     def apply(self, number):
-        key = (self.history.epoch, number)
+        key = (self.history.rounds[number - 1]["epoch"], number)
         row = []
         for index in self.history.rounds[number - 1]["merged"]:
             boxes = [self, *self.world.reached_by(self.index)]

@@ -126,6 +126,8 @@ class Coordinator:
             self._decide()
             self._mourn()
             if self.finished:
+                if self._ledger:
+                    self._ledger.write(self.history, patience_rounds=0)
                 self._changed.notify_all()
 
     @property

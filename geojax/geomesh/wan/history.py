@@ -25,7 +25,8 @@ class History:
     def __init__(self):
         self.start: Entry | None = None
         self.rounds: list[Entry] = []
-        """Those that count: what a rollback undid is not among them."""
+        """Those that count, each with the `epoch` that it was over in; what a rollback undid is not
+        among them."""
         self._opened: list[tuple[int, ...]] = []
         self.stopped: str | None = None
         self._rollbacks: list[int] = []
@@ -40,7 +41,7 @@ class History:
             self.start = dict(entry)
         elif kind == "round":
             assert entry["round"] == self.round + 1, f"round {entry['round']} after {self.round}"
-            self.rounds.append(dict(entry))
+            self.rounds.append({**entry, "epoch": self.epoch})
         else:
             assert kind == "rollback", f"an entry of kind {kind!r}; is it of a newer version?"
             del self.rounds[entry["round"] :]

@@ -139,6 +139,12 @@ class Member:
             self._records += [{"epoch": self.history.epoch, **record} for record in records]
         self._link.hurry()
 
+    @property
+    def unwritten(self) -> list[dict[str, Any]]:
+        """Records that are not known to be written."""
+        with self._changed:
+            return list(self._records)
+
     def offer(self, offer: Offer) -> None:
         """What peers get when they ask for the state."""
         with self._changed:
@@ -191,7 +197,8 @@ class Member:
         """Messages of the slices that a round merged, by index, None for the others; those that are
         not here are fetched from whoever has them. Overtaken."""
         with self._changed:
-            epoch, merged = self.history.epoch, self.history.rounds[number - 1]["merged"]
+            entry = self.history.rounds[number - 1]
+            epoch, merged = entry["epoch"], entry["merged"]
             self._prune(epoch, number)
             box = dict(self._box(epoch, number))
         row: list[Message | None] = [None] * len(self._names)

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -116,6 +117,7 @@ class Client:
     def __init__(self, config: GrpcConfig):
         self._config = config
         self._channels: dict[str, grpc.Channel] = {}
+        self._lock = threading.Lock()
 
     def call(self, address: str, method: str, header: Header, wait_seconds: float = 0.0) -> Header:
         """The reply; `wait_seconds`: what the other side may take on purpose. CallError."""
@@ -170,17 +172,19 @@ class Client:
         return self._config.call_seconds + size_bytes / _SLOWEST_BYTES_A_SECOND
 
     def _channel(self, address: str) -> grpc.Channel:
-        if address not in self._channels:
-            config, options = self._config, _options(self._config.lease_seconds / 2)
-            if config.tls_cert:
-                credentials = grpc.ssl_channel_credentials(
-                    _read(config.tls_ca), _read(config.tls_key), _read(config.tls_cert)
-                )
-                channel = grpc.secure_channel(address, credentials, options=options)
-            else:
-                channel = grpc.insecure_channel(address, options=options)
-            self._channels[address] = channel
-        return self._channels[address]
+        with self._lock:
+            if address not in self._channels:
+                self._channels[address] = self._connect(address)
+            return self._channels[address]
+
+    def _connect(self, address: str) -> grpc.Channel:
+        config, options = self._config, _options(self._config.lease_seconds / 2)
+        if not config.tls_cert:
+            return grpc.insecure_channel(address, options=options)
+        credentials = grpc.ssl_channel_credentials(
+            _read(config.tls_ca), _read(config.tls_key), _read(config.tls_cert)
+        )
+        return grpc.secure_channel(address, credentials, options=options)
 
 
 def chunks(arrays: Iterable[np.ndarray]) -> Iterator[memoryview]:
