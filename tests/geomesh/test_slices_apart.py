@@ -254,6 +254,7 @@ def test_slices_that_are_stopped_in_a_round_go_on_as_if_nothing_had_happened(
     assert "goes on from its checkpoint" in again.said()
 
 
+@pytest.mark.full
 def test_a_slice_that_starts_anew_takes_part_again(text, tmp_path, monkeypatch):
     """All checkpoints of one slice are lost between two starts: it takes a peer's state."""
     import shutil
