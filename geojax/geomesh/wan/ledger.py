@@ -132,10 +132,11 @@ class Ledger:
 
     def _write_lost(self, number: int, line: Record, slices: list[Record]) -> None:
         nothing = {f"{part}_seconds": 0.0 for part in ("compute", "straggler", "wan", "outer")}
-        empty = {"round": number, "steps": 0, "tokens": 0, "loss": None, "merged": False}
-        for record in slices:
-            self._put(**record | nothing | empty)
-        self._put(**line | {"round": number, "round_seconds": 0.0, "lost": True})
+        empty = {"steps": 0, "tokens": 0, "loss": None, "merged": False}
+        for record in (*slices, line):
+            mine = {"round_seconds": 0.0, "lost": True} if record is line else nothing | empty
+            fields: Record = {**record, **mine, "round": number}
+            self._put(fields.pop("kind"), **fields)
 
     def _write_others(self, number: int) -> None:
         for kind, record in self._others.pop(number, {}).items():
