@@ -101,7 +101,7 @@ class TrainSequences:
 
     def chunks(
         self,
-        start: int | range | np.ndarray,
+        start: int | np.ndarray,
         steps: int,
         batch: int,
         chunk_steps: int,
@@ -126,7 +126,7 @@ class TrainSequences:
         def later(done: int) -> int | np.ndarray:
             if isinstance(start, np.ndarray):
                 return start[done:]
-            return done + (start.start if isinstance(start, range) else start)
+            return start + done
 
         firsts = grain.MapDataset.source(range(0, steps, chunk_steps))
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)

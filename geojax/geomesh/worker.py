@@ -145,14 +145,18 @@ class Worker:
         """What is left of the round: a chunk, its real steps, and whether it is a probe. Where
         chunks begin does not depend on where the round was interrupted."""
         batch, done = self.work.batch, self.progress.done
+
+        def after(steps: int) -> int | np.ndarray:
+            rest = share[steps * batch :]
+            return rest.start if isinstance(rest, range) else rest
+
         if self.probe and self.program.wants_probes and not done:
-            for chunk, real in sequences.chunks(share, 1, batch, 1):
+            for chunk, real in sequences.chunks(after(0), 1, batch, 1):
                 yield chunk, real, True
             done = 1
         left = self.work.inner_steps - done
         if left:
-            rest = share[done * batch :]
-            for chunk, real in sequences.chunks(rest, left, batch, self._chunk_steps):
+            for chunk, real in sequences.chunks(after(done), left, batch, self._chunk_steps):
                 yield chunk, real, False
 
     def end_round(self) -> None:
