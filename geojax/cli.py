@@ -31,6 +31,8 @@ def train(args: list[str]) -> int:
     """Train a preset or a config file, or continue a run with --resume RUN."""
     from geojax import runs
 
+    if _has(args, "--slice") or _has(args, "--coordinator"):
+        return _train_slice(args)
     if args and args[0] == "--resume":
         options = _parse(_Resume, args[1:], "geojax train --resume")
         runs.resume(options.run, None, options.strategy, options.cluster)
@@ -41,6 +43,88 @@ def train(args: list[str]) -> int:
     options = _parse_config(_Train, args, "train", config)
     runs.start(options.config, options.out or Path("runs") / options.config.name)
     return 0
+
+
+def _train_slice(args: list[str]) -> int:
+    """One slice of a run whose slices are processes."""
+    from geojax.launch import processes
+    from geojax.launch.options import ResumeSlice, TrainSlice
+
+    if args[0] == "--resume":
+        options = _parse(ResumeSlice, args[1:], "geojax train --resume")
+        config = _runs().read_config(options.run / "config.json")
+        folder = options.run / "slices" / options.slice
+        processes.take_part(config, folder, options.slice, options.coordinator)
+        return 0
+    options = _parse_config(TrainSlice, args, "train", _processes(args[0]))
+    require(
+        options.slice and options.coordinator,
+        "--slice NAME and --coordinator HOST:PORT go together; give both, or neither",
+    )
+    folder = options.out or Path("runs") / options.config.name / "slices" / options.slice
+    processes.take_part(options.config, folder, options.slice, options.coordinator)
+    return 0
+
+
+def coordinator(args: list[str]) -> int:
+    """Say who is in which round of a run whose slices are processes, and keep its records."""
+    from geojax.launch import processes
+    from geojax.launch.options import ResumeCoordinator
+
+    if args and args[0] == "--resume":
+        options = _parse(ResumeCoordinator, args[1:], "geojax coordinator --resume")
+        config = _runs().read_config(options.run / "config.json")
+        if options.port is not None:
+            config = replace(config, grpc=replace(config.grpc, port=options.port))
+        return processes.exit_code(processes.coordinate(config, options.run))
+    if not args or args[0].startswith("-"):
+        return _presets_help("coordinator", args)
+    options = _parse_config(_Train, args, "coordinator", _processes(args[0]))
+    folder = options.out or Path("runs") / options.config.name
+    if not (folder / "config.json").exists():
+        _runs().begin_folder(options.config, folder)
+    return processes.exit_code(processes.coordinate(options.config, folder))
+
+
+def launch(args: list[str]) -> int:
+    """Train with a process a slice on this machine: geojax launch --local N PRESET_OR_FILE."""
+    from geojax.launch import local
+    from geojax.launch.options import Launch, Relaunch
+
+    if args and args[0] == "--resume":
+        options = _parse(Relaunch, args[1:], "geojax launch --resume")
+        local.relaunch(options.run, options.restarts)
+        return 0
+    if len(args) < 3 or args[0] != "--local" or args[2].startswith("-"):
+        if args and args[0] in ("-h", "--help"):
+            return _presets_help("launch", args)
+        raise ConfigError(
+            "geojax launch wants --local N PRESET_OR_FILE, or --resume RUN, not "
+            f"{' '.join(args[:3]) or 'nothing'!r}"
+        )
+    require(args[1].isdecimal(), f"--local {args[1]}: say how many slices, each a process")
+    options = _parse_config(Launch, args[2:], "launch --local N", _processes(args[2]))
+    folder = options.out or Path("runs") / options.config.name
+    local.launch_local(options.config, folder, int(args[1]), options.restarts)
+    return 0
+
+
+def _processes(name: str) -> RunConfig:
+    """A preset or file, with a process a slice."""
+    from geojax.configs import load_config
+    from geojax.launch.processes import with_grpc
+
+    return with_grpc(load_config(name))
+
+
+def _runs():
+    from geojax import runs
+
+    return runs
+
+
+def _has(args: list[str], name: str) -> bool:
+    return any(a == name or a.startswith(f"{name}=") for a in args)
 
 
 def _steered(args: list[str]) -> tuple[list[str], RunConfig]:
@@ -212,6 +296,8 @@ def profile(args: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
+    "launch": launch,
+    "coordinator": coordinator,
     "data": data,
     "report": report,
     "plan": plan,
@@ -232,7 +318,7 @@ def main(args: list[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help"):
         print("usage: geojax COMMAND ...\n\ncommands:")
         for name, command in COMMANDS.items():
-            print(f"  {name:<9}{(command.__doc__ or '').splitlines()[0]}")
+            print(f"  {name:<12}{(command.__doc__ or '').splitlines()[0]}")
         print("\n`geojax COMMAND --help` says more.")
         return 0 if args else 2
     try:
@@ -383,9 +469,12 @@ def _presets_help(command: str, args: list[str]) -> int:
 
     if args and args[0] not in ("-h", "--help"):
         raise ConfigError(f"geojax {command} wants a preset or a file first, not {args[0]!r}")
-    print(f"usage: geojax {command} PRESET_OR_FILE [--any.field value ...]")
+    lead = f"{command} --local N" if command == "launch" else command
+    print(f"usage: geojax {lead} PRESET_OR_FILE [--any.field value ...]")
+    if command in ("train", "launch", "coordinator"):
+        print(f"       geojax {command} --resume RUN")
     if command == "train":
-        print("       geojax train --resume RUN")
+        print("       geojax train PRESET_OR_FILE --slice NAME --coordinator HOST:PORT")
     print("\npresets:")
     for name, preset in PRESETS.items():
         print(f"  {name:<23}{preset.line}")

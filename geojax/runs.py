@@ -78,18 +78,8 @@ def start(config: RunConfig, folder: Path, console: Console | None = None) -> bo
     rows = _join(config)
     if not _first():  # the first process of the cluster makes the folder
         return _run(config, folder, console, rows)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(
-            f"{folder} exists already; continue the run in it with `geojax train --resume "
-            f"{folder}`, or choose another folder with --out"
-        )
     existed = folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Which processes work on it is not a fact of the run.
-        save_config(_with_cluster(config, ClusterConfig()), folder / "config.json")
-    except OSError as error:
-        raise ConfigError(f"cannot write the run into {folder}: {error}") from error
+    begin_folder(config, folder)
     try:
         return _run(config, folder, console, rows)
     except ConfigError:
@@ -98,6 +88,22 @@ def start(config: RunConfig, folder: Path, console: Console | None = None) -> bo
             if existed:
                 folder.mkdir()
         raise
+
+
+def begin_folder(config: RunConfig, folder: Path, command: str = "train") -> None:
+    """Make a run folder. ConfigError where it cannot be made, or holds something already, which
+    `command` would go on with."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            f"{folder} exists already; continue the run in it with `geojax {command} --resume "
+            f"{folder}`, or choose another folder with --out"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Which processes work on it is not a fact of the run.
+        save_config(_with_cluster(config, ClusterConfig()), folder / "config.json")
+    except OSError as error:
+        raise ConfigError(f"cannot write the run into {folder}: {error}") from error
 
 
 def resume(
@@ -145,7 +151,8 @@ def stop_on_signals() -> Iterator[threading.Event]:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path) -> Iterator[None]:
+    """No other process works on the run in `folder`; RunError where one does."""
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -184,7 +191,7 @@ def _train(
     with ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
         if first:
-            stack.enter_context(_alone(folder))
+            stack.enter_context(alone(folder))
         from geojax.data import describe
         from geojax.track.console import RunConsole
         from geojax.train.checkpoint import Checkpoints
@@ -246,6 +253,11 @@ def _trainer(
         return StrategyTrainer(config, corpus, metrics, checkpoints, stop, watchdog)
     from geojax.geomesh.trainer import Trainer
 
+    require(
+        config.exchange.engine == "mesh",
+        "exchange.engine grpc: each slice is a process of its own; use `geojax launch --local N "
+        "PRESET`, or `geojax launch --resume RUN` to go on",
+    )
     require(
         config.platform.cluster.processes == 1,
         f"platform.cluster.processes {config.platform.cluster.processes}: slices share one process "

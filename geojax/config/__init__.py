@@ -18,6 +18,7 @@ from geojax.config.geomesh import (
     SliceConfig,
     slice_strategy,
 )
+from geojax.config.grpc import GrpcConfig
 from geojax.config.platform import ClusterConfig, PlatformConfig, WatchdogConfig
 from geojax.config.run import RunConfig, default_masking, with_chain, with_seed
 from geojax.config.train import (
@@ -41,6 +42,7 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "ExchangeConfig",
+    "GrpcConfig",
     "HalosConfig",
     "LostRunError",
     "MaskingConfig",

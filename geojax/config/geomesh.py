@@ -92,6 +92,9 @@ class BalanceConfig:
     """Bound on the largest H over the smallest."""
     throughput_slack: float = 0.05
     """The smallest batch within this share of a slice's best tokens/s is chosen."""
+    replan: float | None = None
+    """exchange.engine grpc, measured clock: another plan at a round border, where measured speeds
+    say that it lowers straggler idle by more than this share of a round; unset: never."""
 
     def __post_init__(self):
         require(
@@ -120,6 +123,10 @@ class BalanceConfig:
             f"balance.max_steps_ratio {self.max_steps_ratio} must be at least 1",
         )
         require(
+            self.replan is None or 0 < self.replan < 1,
+            f"balance.replan {self.replan} must lie between 0 and 1; use 0.03",
+        )
+        require(
             0 <= self.throughput_slack < 1,
             f"balance.throughput_slack {self.throughput_slack} must lie in [0, 1)",
         )
@@ -139,9 +146,17 @@ class ExchangeConfig:
     schedule: Literal["auto", "gather", "two_phase"] = "auto"
     """gather: each slice sends its message to all, merged exactly; two_phase: each slice merges a
     shard of all and sends that on, encoded again. auto: two_phase for float codecs, as an
-    all-reduce does, and for more than 4 slices; gather for the rest."""
+    all-reduce does, and for more than 4 slices; gather for the rest, and under engine grpc."""
+    engine: Literal["mesh", "grpc"] = "mesh"
+    """mesh: all slices in one process; grpc: a process each, which may fail and come back. `geojax
+    launch` sets it."""
 
     def __post_init__(self):
+        require(
+            self.engine == "mesh" or self.schedule != "two_phase",
+            "exchange.schedule 'two_phase' has no place in engine grpc, where the owner of a shard "
+            "may fail; use 'gather' or 'auto'",
+        )
         require(
             not (self.error_feedback and self.codec == "fp32"),
             "exchange.error_feedback has nothing to feed back under codec fp32; set it to False",
@@ -156,6 +171,8 @@ class ExchangeConfig:
         """The schedule for this many slices, `auto` resolved."""
         if self.schedule != "auto":
             return self.schedule
+        if self.engine == "grpc":
+            return "gather"
         floats = self.codec in ("fp32", "fp16", "bf16")
         return "two_phase" if floats or slices > 4 else "gather"
 

@@ -17,6 +17,7 @@ from geojax.config.geomesh import (
     SliceConfig,
     slice_strategy,
 )
+from geojax.config.grpc import GrpcConfig
 from geojax.config.platform import PlatformConfig
 from geojax.config.slices import check_sliced_cona
 from geojax.config.train import CheckpointConfig, EvalConfig, TrainConfig
@@ -63,6 +64,8 @@ class RunConfig:
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     platform: PlatformConfig = PlatformConfig()
+    grpc: GrpcConfig = GrpcConfig()
+    """Of exchange.engine grpc."""
     init: str = ""
     """Folder of safetensors, as `geojax convert` writes, to start from; empty: fresh parameters."""
     seed: int = 0
@@ -137,6 +140,17 @@ class RunConfig:
             self.balance != _NO_SLICES,
             "balance is unset, and slices need it: say how many inner steps the slowest takes, "
             "such as BalanceConfig(inner_steps=32)",
+        )
+        grpc = self.exchange.engine == "grpc"
+        require(
+            grpc or self.grpc == GrpcConfig(),
+            "grpc says how slices in processes of their own talk, and exchange.engine is "
+            f"{self.exchange.engine!r}; leave it unset, or start the run by `geojax launch`",
+        )
+        require(
+            self.balance.replan is None or (grpc and self.clock.kind == "measured"),
+            f"balance.replan {self.balance.replan} follows measured speeds of slices in processes "
+            "of their own; leave it unset, or use the measured clock and `geojax launch`",
         )
         names = [s.name for s in self.slices]
         require(len(set(names)) == len(names), f"slices share a name: {names}; rename one")

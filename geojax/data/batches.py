@@ -101,7 +101,7 @@ class TrainSequences:
 
     def chunks(
         self,
-        start: int,
+        start: int | np.ndarray,
         steps: int,
         batch: int,
         chunk_steps: int,
@@ -109,6 +109,8 @@ class TrainSequences:
         rows: Sequence[int] | None = None,
     ) -> Iterator[tuple[Batch, int]]:
         """Yield the samples of `chunk(start, steps, batch)` piecewise, `prefetch` pieces ahead.
+
+        In place of the first one, `start` may hold all samples, in order.
 
         Each item is (batch [chunk_steps, B, T], steps that are real): only the last has fewer than
         chunk_steps, and steps of weight 0 after them, so that one compiled shape serves all.
@@ -119,7 +121,12 @@ class TrainSequences:
 
         def read(first: int) -> tuple[Batch, int]:
             real = min(chunk_steps, steps - first)
-            return self._padded(start + first * batch, real, batch, chunk_steps, rows), real
+            return self._padded(later(first * batch), real, batch, chunk_steps, rows), real
+
+        def later(done: int) -> int | np.ndarray:
+            if isinstance(start, np.ndarray):
+                return start[done:]
+            return start + done
 
         firsts = grain.MapDataset.source(range(0, steps, chunk_steps))
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
@@ -127,14 +134,18 @@ class TrainSequences:
 
     def _padded(
         self,
-        start: int,
+        start: int | np.ndarray,
         steps: int,
         batch: int,
         padded_steps: int,
         rows: Sequence[int] | None = None,
     ) -> Batch:
         places = np.arange(batch) if rows is None else np.asarray(rows)
-        samples = (start + np.arange(padded_steps)[:, None] * batch + places).reshape(-1)
+        spots = (np.arange(padded_steps)[:, None] * batch + places).reshape(-1)
+        if isinstance(start, np.ndarray):
+            samples = start[np.minimum(spots, len(start) - 1)]
+        else:
+            samples = start + spots
         order = self._order
         flat = _read(
             self._split.read(

@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
+from geojax.config import TrainConfig
+from geojax.geomesh.outer import OuterCopy
+from geojax.geomesh.sync import ErrorFeedback
 from geojax.geomesh.worker import Worker
+from geojax.train.step import init_state
 
 
 @dataclass
@@ -26,6 +32,32 @@ class Position:
     """In a row that no slice could join."""
     wall_seconds: float = 0.0
     """Real time, over all processes that worked on the run."""
+
+
+def abstract_slice(
+    name: str,
+    outer: OuterCopy,
+    feedback: ErrorFeedback | None,
+    train: TrainConfig,
+    mid_round: bool,
+) -> dict[str, Any]:
+    """Shapes of what `checkpoint_tree` returns for one slice, whatever its plan."""
+
+    def tree() -> dict[str, Any]:
+        state = init_state(outer.params, train)
+        kept: dict[str, Any] = {
+            "opt_state": state.opt_state,
+            "step": state.step,
+            "mean_loss": state.mean_loss,
+        }
+        if feedback:
+            kept["feedback"] = feedback.own
+        if mid_round:
+            kept["params"] = state.params
+        shared = {"params": outer.params, "outer_opt_state": outer.opt_state}
+        return shared | {"slices": {name: kept}}
+
+    return jax.eval_shape(tree)
 
 
 def checkpoint_tree(workers: Sequence[Worker], mid_round: bool) -> dict[str, Any]:

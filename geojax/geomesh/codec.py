@@ -124,6 +124,16 @@ def sign_agreement(messages: Sequence[Message], layout: Layout) -> Share:
     return result
 
 
+def finite(message: Message, layout: Layout, largest: float) -> bool:
+    """Whether all numbers that a message stands for are finite, and within `largest`."""
+    for segment, body in _bodies(layout, message):
+        scales, elements = _split(segment, body)
+        numbers = scales if segment.scale_bytes else elements
+        if not np.all(np.abs(numbers.astype(np.float32)) <= largest):
+            return False
+    return True
+
+
 def _encode_sign(x, error, scales, elements) -> Share:
     total = np.zeros(len(x))
     norm = 0.0

@@ -113,7 +113,7 @@ def replay(
         inputs, recorded = dict(item["inputs"]), dict(item["decision"])
         for fields in (inputs, recorded):
             fields["plan"] = read_plan(fields["plan"]["work"])
-        inputs["profiles"] = _read_profiles(inputs["profiles"])
+        inputs["profiles"] = read_profiles(inputs["profiles"])
         inputs["noise"] = inputs["noise"] and tuple(inputs["noise"])
         again = decide(Situation(**inputs), config.balance, config.cona, _rule(config))
         pairs.append((Decision(**recorded), again))
@@ -179,6 +179,10 @@ class Planner:
         )
         return now, decide(now, config.balance, config.cona, _rule(config))
 
+    def profiled(self, profiles: Sequence[SliceProfile], exchange_seconds: float) -> None:
+        """What later plans are made of, from now on."""
+        self._profiles, self._exchange_seconds = tuple(profiles), exchange_seconds
+
     def changed(self, plan: Plan) -> None:
         """`plan` is in force from the next round on."""
         self.plan, self._rounds_here = plan, 0
@@ -207,7 +211,7 @@ class Planner:
         )
         if not state:
             return cls(config, plan)
-        planner = cls(config, plan, _read_profiles(state["profiles"]), state["exchange_seconds"])
+        planner = cls(config, plan, read_profiles(state["profiles"]), state["exchange_seconds"])
         assert planner.watch is not None, "cona asks for noise"
         planner.watch.restore(state["noise"])
         planner._rounds_here, planner._steps = state["rounds_here"], list(state["steps"])
@@ -228,7 +232,8 @@ def read_plan(work: Iterable[Mapping[str, Any]]) -> Plan:
     return Plan(tuple(SliceWork(**fields) for fields in work))
 
 
-def _read_profiles(profiles: Iterable[Mapping[str, Any]]) -> tuple[SliceProfile, ...]:
+def read_profiles(profiles: Iterable[Mapping[str, Any]]) -> tuple[SliceProfile, ...]:
+    """Profiles that were written as JSON."""
     return tuple(
         SliceProfile(**dict(p) | {"options": tuple(Option(**o) for o in p["options"])})
         for p in profiles

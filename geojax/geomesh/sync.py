@@ -23,10 +23,11 @@ from geojax.geomesh.codec import (
     Share,
     decode,
     encode,
+    finite,
     sign_agreement,
 )
 from geojax.geomesh.layout import Layout
-from geojax.geomesh.message import FRAME_BYTES, Header, pack, unpack
+from geojax.geomesh.message import FRAME_BYTES, Header, MessageError, pack, unpack
 from geojax.geomesh.outer import merge_weights
 from geojax.meshes.wan import wire_bytes
 
@@ -88,12 +89,13 @@ class Synchronizer:
     def __init__(
         self,
         layout: Layout,
-        exchange: Exchange,
+        exchange: Exchange | None,
         names: Sequence[str],
         schedule: Literal["gather", "two_phase"],
         merge: Literal["tokens", "fednova"],
     ):
-        """`names`: of all slices, in order."""
+        """`names`: of all slices, in order. Without an engine there are `pack`, `check` and
+        `merge`, for one that may leave slices out."""
         self._layout = layout
         self._exchange = exchange
         self._names = names
@@ -110,33 +112,61 @@ class Synchronizer:
 
     def exchange(self, round_: int, contributions: Sequence[Contribution]) -> Merged:
         """Exchange and merge; `contributions` are of the local slices, in order."""
+        assert self._exchange, "an engine was given"
         for c in contributions:
-            if not all(np.abs(leaf).max(initial=0.0) <= _LARGEST for leaf in c.pseudo_gradient):
-                c.tokens = 0  # a NaN is not <= either
+            _leave_out_if_not_finite(c)
         if self._schedule == "gather":
-            return self._gather(round_, contributions)
-        return self._two_phase(round_, contributions)
+            return self._gather(self._exchange, round_, contributions)
+        return self._two_phase(self._exchange, round_, contributions)
 
-    def _gather(self, round_: int, contributions: Sequence[Contribution]) -> Merged:
+    def _gather(
+        self, engine: Exchange, round_: int, contributions: Sequence[Contribution]
+    ) -> Merged:
         messages = [self._message(round_, c, self._layout) for c in contributions]
         with _Timer() as timer:
-            received = self._exchange.all_gather(messages)
-        results, headers, bodies = [], [], []
-        for row in received:
-            headers, bodies = self._open(round_, row)
-            out = _empty_like(contributions[0].pseudo_gradient)
-            merged = self._merge_into(out, headers, bodies, self._layout)
-            results.append(out if merged else None)
-        agreement = self._agreement(headers, bodies, self._layout)
+            received = engine.all_gather(messages)
+        rows = [self.merge(round_, row, contributions[0].pseudo_gradient) for row in received]
+        results = [row.pseudo_gradients for row in rows]
+        all_or_none = None if any(r is None for r in results) else [r[0] for r in results if r]
         sent = wire_bytes("gather", len(self._names), messages[0].size)
-        return Merged(
-            _all_or_none(results), headers, agreement, [sent] * len(contributions), timer.seconds
+        return rows[-1]._replace(
+            pseudo_gradients=all_or_none,
+            sent_bytes=[sent] * len(contributions),
+            exchange_seconds=timer.seconds,
         )
 
-    def _two_phase(self, round_: int, contributions: Sequence[Contribution]) -> Merged:
+    def pack(self, round_: int, contribution: Contribution) -> Message:
+        """A slice's whole message, as under gather, for an engine that may leave it out: error
+        feedback is overwritten, so hand over a copy, and keep it once the message was merged."""
+        _leave_out_if_not_finite(contribution)
+        return self._message(round_, contribution, self._layout)
+
+    def check(self, round_: int, index: int, message: Message) -> None:
+        """MessageError unless it is slice `index`'s message for the round, and finite."""
+        header, body = unpack(message, round_, index, self._names[index])
+        if body.size != self._layout.num_bytes or not (
+            header.tokens == 0 or finite(body, self._layout, _LARGEST)
+        ):
+            raise MessageError(
+                f"slice {self._names[index]}: its message for round {round_} has {body.size} bytes "
+                f"of {self._layout.num_bytes}, or numbers that are not finite"
+            )
+
+    def merge(self, round_: int, row: Sequence[Message | None], like: Leaves) -> Merged:
+        """One slice's part of a gather: all messages, None of a slice that is left out. `like` has
+        the shapes of the result."""
+        headers, bodies = self._open(round_, row)
+        out = _empty_like(like)
+        merged = self._merge_into(out, headers, bodies, self._layout)
+        agreement = self._agreement(headers, bodies, self._layout)
+        return Merged([out] if merged else None, headers, agreement, [0], 0.0)
+
+    def _two_phase(
+        self, engine: Exchange, round_: int, contributions: Sequence[Contribution]
+    ) -> Merged:
         sending = [[self._message(round_, c, s) for s in self._shards] for c in contributions]
         with _Timer() as timer:
-            received = self._exchange.all_to_all(sending)
+            received = engine.all_to_all(sending)
         agreement, headers, merged_any, shards = Share(), [], False, []
         for c, row in zip(contributions, received, strict=True):
             headers, bodies = self._open(round_, row)
@@ -147,7 +177,7 @@ class Synchronizer:
             agreement += self._agreement(headers, bodies, flat)
             shards.append(self._merged_shard(round_, c, flat, out if merged else None))
         with timer:
-            gathered = self._exchange.all_gather(shards)
+            gathered = engine.all_gather(shards)
         results = []
         for row in gathered:
             out = _empty_like(contributions[0].pseudo_gradient)
@@ -179,8 +209,16 @@ class Synchronizer:
             body, _ = encode(merged, flat, [c.feedback.shard] if c.feedback else None)
         return pack(Header(round_, c.index, c.tokens, c.steps), body)
 
-    def _open(self, round_: int, row: Sequence[Message]) -> tuple[list[Header], list[Message]]:
-        opened = [unpack(m, round_, i, self._names[i]) for i, m in enumerate(row)]
+    def _open(
+        self, round_: int, row: Sequence[Message | None]
+    ) -> tuple[list[Header], list[Message]]:
+        absent = np.empty(0, np.uint8)
+        opened = [
+            (Header(round_, i, 0, 0), absent)
+            if message is None
+            else unpack(message, round_, i, self._names[i])
+            for i, message in enumerate(row)
+        ]
         return [header for header, _ in opened], [body for _, body in opened]
 
     def _merge_into(
@@ -217,6 +255,12 @@ class _Timer:
 def payload_bytes(layout: Layout) -> int:
     """Bytes of one slice's message."""
     return FRAME_BYTES + layout.num_bytes
+
+
+def _leave_out_if_not_finite(contribution: Contribution) -> None:
+    leaves = contribution.pseudo_gradient
+    if not all(np.abs(leaf).max(initial=0.0) <= _LARGEST for leaf in leaves):
+        contribution.tokens = 0  # a NaN is not <= either
 
 
 def _empty_like(leaves: Leaves) -> list[np.ndarray]:

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from geojax.config import ConfigError, LostRunError, RunConfig, require
-from geojax.data import Corpus, TaskSet, allot, both_splits
+from geojax.config import ConfigError, LostRunError, RunConfig
+from geojax.data import Corpus, TaskSet, allot
 from geojax.geomesh.balance import Plan
 from geojax.geomesh.checkpoint import Position, checkpoint_tree
 from geojax.geomesh.clock import (
@@ -35,6 +35,12 @@ from geojax.geomesh.exchange import MeshExchange
 from geojax.geomesh.layout import make_layout
 from geojax.geomesh.options import choices, modelled_choices, work_strategy
 from geojax.geomesh.outer import OuterCopy, OuterStep, check_digests, digest
+from geojax.geomesh.parts import (
+    chunk_steps,
+    evaluate_shared,
+    lost_rounds_message,
+    read_splits,
+)
 from geojax.geomesh.profile import measured_profiles
 from geojax.geomesh.records import (
     derived_rows,
@@ -52,14 +58,10 @@ from geojax.platform import Watchdog
 from geojax.track.console import RunConsole, format_seconds
 from geojax.track.metrics import MetricsWriter
 from geojax.train.checkpoint import Checkpoints
-from geojax.train.evaluate import evaluation_record
 from geojax.train.initial import read_init
 from geojax.train.origin import check_origin, origin
 from geojax.train.program import Program
 from geojax.train.steering import make_task, noise_record
-
-_CHUNK_STEPS = 32  # inner steps between looks at `stop`, at most
-_CHUNK_SECONDS = 5.0  # the same, where the seconds of a step are known
 
 
 class Trainer:
@@ -86,15 +88,7 @@ class Trainer:
         self._corpus = corpus
         self._stop = stop
         self._watchdog = watchdog
-        data = config.data
-        self._sequences, self._valid = both_splits(corpus, data, config.model.shifted)
-
-        corpus.require_batch(max(config.slice_batches))
-        require(
-            config.eval.first < self._valid.sequences,
-            f"eval.first {config.eval.first}: there are {self._valid.sequences} held-out "
-            "sequences; lower it, or raise data.valid_fraction",
-        )
+        self._sequences, self._valid = read_splits(config, corpus)
         try:
             devices = assign_devices([s.devices for s in config.slices], jax.local_devices())
         except ValueError as error:
@@ -132,7 +126,8 @@ class Trainer:
             if config.exchange.error_feedback:
                 feedback = self._synchronizer.init_feedback(index, jax.tree.leaves(params))
             program = self._program(row, work_strategy(config, index, work))
-            self.workers.append(Worker(index, work, self._chunk_steps, program, outer, feedback))
+            steps = chunk_steps(config, self.plan)
+            self.workers.append(Worker(index, work, steps, program, outer, feedback))
         self.resumed = meta is not None
         self._groups = sharing_devices(self.workers)
         if meta:
@@ -226,16 +221,6 @@ class Trainer:
         plan = first_plan(config, profiles, seconds or 0.0)
         return Planner(config, plan, profiles, seconds or 0.0)
 
-    @property
-    def _chunk_steps(self) -> int:
-        """The same for all slices, so that those of one batch size share one compiled loop, and a
-        function of the plan, so that a resumed run has it too."""
-        steps = min(_CHUNK_STEPS, max(w.inner_steps for w in self.plan.work))
-        if self.config.clock.kind == "modelled":
-            return steps
-        slowest = max(w.seconds_per_step for w in self.plan.work)
-        return max(1, min(steps, int(_CHUNK_SECONDS / slowest)))
-
     def _steer(self, console: RunConsole) -> None:
         """Ask the planner, and go over to another plan if it says so."""
         position, before = self.position, self.plan
@@ -250,7 +235,7 @@ class Trainer:
             for worker, work in zip(self.workers, self.plan.work, strict=True):
                 strategy = work_strategy(self.config, worker.index, work)
                 program = self._program(worker.devices, strategy)
-                worker.take_up(work, self._chunk_steps, program)
+                worker.take_up(work, chunk_steps(self.config, self.plan), program)
         seconds = time.perf_counter() - started
         if self.config.clock.kind == "modelled":
             seconds = self.config.clock.switch_seconds
@@ -348,13 +333,8 @@ class Trainer:
         line["samples"] = position.cursor
         self._metrics.write("round", **line)
         console.round_line(line, records)
-        limit = self.config.train.anomalies.max_lost_rounds
-        if position.lost_rounds >= limit:
-            raise LostRunError(
-                f"no slice could join the last {position.lost_rounds} rounds "
-                f"(train.anomalies.max_lost_rounds {limit}); look at the data, lower "
-                "train.optimizer.learning_rate in the run's config.json and resume, or start anew"
-            )
+        if position.lost_rounds >= self.config.train.anomalies.max_lost_rounds:
+            raise LostRunError(lost_rounds_message(self.config, position.lost_rounds))
 
     def _check_copies(self) -> str:
         """Every slice sends every other the digest of its copy; all compare. Returns it in hex."""
@@ -365,23 +345,11 @@ class Trainer:
         return own[0].hex()
 
     def _evaluation(self, console: RunConsole) -> None:
-        config, shared = self.config.eval, self.workers[0]
-        program = shared.program
         with self._watchdog.pause():
-            result = program.evaluate(
-                program.put_params(shared.outer.params),
-                lambda rows: self._valid.batches(
-                    rows, config.sequences, config.first, config.draws
-                ),
-                config.batch,
-                config.draws,
-            )
-        record = {
-            "round": self.position.round,
-            "tokens": self.tokens,
-            "seconds": self.position.seconds,
-            **evaluation_record(result, config, self._valid),
-        }
+            result = evaluate_shared(self.workers[0], self._valid, self.config)
+        position = self.position
+        facts = {"round": position.round, "tokens": self.tokens, "seconds": position.seconds}
+        record = facts | result
         self._metrics.write("eval", **record)
         console.eval_line(record)
 

@@ -101,13 +101,14 @@ class Worker:
     def run(
         self,
         sequences: TrainSequences,
-        share: range,
+        share: range | np.ndarray,
         progress: tuple[float, float],
         stopped: Callable[[], bool],
     ) -> None:
         """Do what is left of the round's inner steps, or up to the chunk at which `stopped`.
 
-        `share`: this slice's global samples; `progress`: of the run, before and after the round.
+        `share`: this slice's global samples, in order; `progress`: of the run, before and after
+        the round.
         """
         begin, end = progress
         stride = (end - begin) / self.work.inner_steps
@@ -138,18 +139,24 @@ class Worker:
             if stopped():
                 return
 
-    def _chunks(self, sequences: TrainSequences, share: range) -> Iterator[tuple[Batch, int, bool]]:
+    def _chunks(
+        self, sequences: TrainSequences, share: range | np.ndarray
+    ) -> Iterator[tuple[Batch, int, bool]]:
         """What is left of the round: a chunk, its real steps, and whether it is a probe. Where
         chunks begin does not depend on where the round was interrupted."""
-        batch, done, first = self.work.batch, self.progress.done, share.start
+        batch, done = self.work.batch, self.progress.done
+
+        def after(steps: int) -> int | np.ndarray:
+            rest = share[steps * batch :]
+            return rest.start if isinstance(rest, range) else rest
+
         if self.probe and self.program.wants_probes and not done:
-            for chunk, real in sequences.chunks(first, 1, batch, 1):
+            for chunk, real in sequences.chunks(after(0), 1, batch, 1):
                 yield chunk, real, True
             done = 1
         left = self.work.inner_steps - done
         if left:
-            begin = first + done * batch
-            for chunk, real in sequences.chunks(begin, left, batch, self._chunk_steps):
+            for chunk, real in sequences.chunks(after(done), left, batch, self._chunk_steps):
                 yield chunk, real, False
 
     def end_round(self) -> None:

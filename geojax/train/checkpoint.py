@@ -103,11 +103,11 @@ def read_params(run: Path) -> tuple[Any, dict[str, Any]]:
 
     Host arrays, layers in the model's order. ConfigError where there is no checkpoint.
     """
-    require(
-        (run / "checkpoints").is_dir(),
-        f"{run} has no checkpoint yet; let the run save one, or name another folder",
-    )
-    with Checkpoints(run / "checkpoints", CheckpointConfig()) as checkpoints:
+    folders = [run / "checkpoints", *sorted(run.glob("slices/*/checkpoints"))]
+    there = [folder for folder in folders if folder.is_dir() and any(folder.iterdir())]
+    require(there, f"{run} has no checkpoint yet; let the run save one, or name another folder")
+    newest = max(there, key=lambda folder: max(p.stat().st_mtime for p in folder.iterdir()))
+    with Checkpoints(newest, CheckpointConfig()) as checkpoints:
         require(not checkpoints.empty, f"{run} has no checkpoint yet; let the run save one")
         state, meta = checkpoints.restore(None)
     if "params" in state:  # of slices: what they share

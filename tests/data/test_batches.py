@@ -209,3 +209,15 @@ def test_fields_have_their_types_and_are_contiguous(mask):
     for name, array in sequences(3, document_mask=mask).chunk(0, 1, 3)._asdict().items():
         assert array.flags.c_contiguous
         assert array.dtype == types[name]
+
+
+def test_samples_given_one_by_one_are_read_in_that_order():
+    data = sequences(20)
+    samples = np.concatenate([np.arange(5, 9), np.arange(30, 36)])
+    pieces = list(data.chunks(samples, 5, 2, 2))
+    assert [real for _, real in pieces] == [2, 2, 1]
+    got = np.concatenate([batch.tokens[:real].reshape(-1, 4) for batch, real in pieces])
+    wanted = [data.chunk(n, 1, 1).tokens.reshape(4) for n in samples]
+    assert got.tolist() == np.array(wanted).tolist()
+    numbers = np.concatenate([batch.samples[:real].reshape(-1) for batch, real in pieces])
+    assert numbers.tolist() == samples.tolist()

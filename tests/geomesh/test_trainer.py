@@ -40,6 +40,7 @@ from geojax.config import (
 )
 from geojax.configs import METHODS
 from geojax.data import TrainSequences, ValidSequences, prepare
+from geojax.geomesh import parts
 from geojax.geomesh.outer import DesyncError
 from geojax.geomesh.trainer import Trainer
 from geojax.geomesh.worker import Worker
@@ -265,7 +266,7 @@ def test_the_parts_of_every_slice_sum_to_the_round(base, one_device, tmp_path):
 
 def test_no_sample_is_missed_or_repeated_by_unequal_slices(base, trainers, tmp_path, monkeypatch):
     # Counted where sequences are read, over three slices of unlike (b, H), a stop and a resume.
-    monkeypatch.setattr(trainer_module, "_CHUNK_STEPS", 2)
+    monkeypatch.setattr(parts, "CHUNK_STEPS", 2)
     taken = defaultdict(list)
     chunks = TrainSequences.chunks
 
@@ -533,7 +534,7 @@ def test_one_flipped_bit_in_one_copy_is_found_and_named(base, trainers, tmp_path
 def test_a_stopped_run_goes_on_as_if_it_had_not(base, trainers, tmp_path, monkeypatch, schedule):
     # In the middle of round 2, then of round 4: Lion's and the outer momentum, both error
     # feedbacks, the data position and the clock must all come back, or some number differs.
-    monkeypatch.setattr(trainer_module, "_CHUNK_STEPS", 2)
+    monkeypatch.setattr(parts, "CHUNK_STEPS", 2)
     config = replace(base, exchange=ExchangeConfig(schedule=schedule), outer=MOMENTUM_OUTER)
     assert start(config, tmp_path / "whole")
     trainers.hooks = [stop_in(2, 3)]

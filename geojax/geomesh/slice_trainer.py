@@ -1,0 +1,497 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GeoMesh run of which this process holds one slice, and other processes the others.
+
+It does what geojax.geomesh.trainer does for all slices, for one; geojax.geomesh.wan says which
+slices are in a round and moves their messages. Invariant: the shared parameters are, bit for bit,
+those of a run in one process that merged the same samples in the same rounds. Error feedback holds
+what the messages that were merged did not carry; a message that was left out leaves it as it was.
+"""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+
+from geojax.config import ConfigError, LostRunError, RunConfig, RunError, require
+from geojax.data import Corpus, TaskSet
+from geojax.geomesh.agreed import Agreed
+from geojax.geomesh.balance import Plan
+from geojax.geomesh.checkpoint import abstract_slice, checkpoint_tree
+from geojax.geomesh.clock import RoundTimes, modelled_exchange_seconds, traffic
+from geojax.geomesh.layout import make_layout
+from geojax.geomesh.options import choices, work_strategy
+from geojax.geomesh.outer import OuterStep, digest
+from geojax.geomesh.parts import (
+    chunk_steps,
+    evaluate_shared,
+    lost_rounds_message,
+    read_splits,
+)
+from geojax.geomesh.profile import measured_profiles
+from geojax.geomesh.records import (
+    derived_rows,
+    left_out,
+    round_record,
+    slice_record,
+    start_record,
+)
+from geojax.geomesh.sync import Contribution, ErrorFeedback, Merged, Synchronizer, payload_bytes
+from geojax.geomesh.wan.history import History
+from geojax.geomesh.wan.member import Member, Message, Stopped
+from geojax.geomesh.wan.rounds import run_rounds
+from geojax.geomesh.wan.samples import Share
+from geojax.geomesh.worker import Worker
+from geojax.meshes.axes import assign_devices
+from geojax.meshes.wan import wire_bytes
+from geojax.models.transformer import init_params
+from geojax.platform import Watchdog
+from geojax.track.console import RunConsole
+from geojax.track.metrics import to_json
+from geojax.train.checkpoint import Checkpoints
+from geojax.train.initial import read_init
+from geojax.train.origin import check_origin, origin
+from geojax.train.program import Program
+from geojax.train.steering import make_task, noise_record
+
+
+class SliceTrainer:
+    """One slice of a run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        index: int,
+        corpus: Corpus | TaskSet,
+        checkpoints: Checkpoints,
+        stop: threading.Event,
+        watchdog: Watchdog,
+    ):
+        """State, taken from this slice's last checkpoint where there is one."""
+        self.config, self.index = config, index
+        self._corpus, self._checkpoints = corpus, checkpoints
+        self._stop, self._watchdog = stop, watchdog
+        self._names = [s.name for s in config.slices]
+        self._sequences, self._valid = read_splits(config, corpus)
+        try:
+            wanted = [config.slices[index].devices]
+            (self._devices,) = assign_devices(wanted, jax.local_devices())
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        task = make_task(config)
+        self._program = cache(lambda row, strategy: Program(task, strategy, row))
+        if config.init:
+            params = read_init(config.init, config.model)
+        else:
+            params = jax.tree.map(np.asarray, init_params(config.model, config.seed))
+        layout = make_layout(params, config.exchange)
+        merge = config.outer.merge
+        self._synchronizer = Synchronizer(layout, None, self._names, "gather", merge)
+        self.check, self.message_bytes = self._synchronizer.check, payload_bytes(layout)
+        self._outer_step = OuterStep(config.outer)
+        self._outer = self._outer_step.init(params)
+        self.state_bytes = sum(leaf.nbytes for leaf in self._shared_leaves())
+        self._feedback: ErrorFeedback | None = None
+        if config.exchange.error_feedback:
+            self._feedback = self._synchronizer.init_feedback(index, jax.tree.leaves(params))
+        self.traffic = traffic(config)
+        self._exchange_seconds: float | None = None  # where it is modelled
+        if config.clock.kind == "modelled":
+            self._exchange_seconds = modelled_exchange_seconds(config, self.traffic.payload_bytes)
+        self._agreed = Agreed(config, self._exchange_seconds)
+        self._text = [corpus.folder.name, corpus.tokenizer_fingerprint]
+        self.epoch = self.border = 0
+        self._feedback_round = 0
+        """Up to which error feedback has all that this slice's messages left over."""
+        self._settled = 0
+        """The last round whose end is known to this slice's error feedback."""
+        self._lost_rounds = 0
+        self._worker: Worker | None = None
+        self._plan: Plan | None = None  # the worker's
+        self._reached: tuple[int, int] | None = None
+        self._digest: tuple[tuple[int, int], str] | None = None
+        self._contribution: Contribution | None = None
+        """Of the round whose message is under way."""
+        self._share: Share = ()
+        self._sent_at = self._began = time.perf_counter()
+        self._outer_seconds = self._exchanged_seconds = self._wall_before = 0.0
+        self._saved: tuple[dict[str, Any], dict[str, Any]] | None = None
+        """Of the worker, and facts, as the checkpoint has them."""
+        self.resumed = not checkpoints.empty
+        if self.resumed:
+            self._restore()
+
+    def describe(self) -> list[tuple[str, str]]:
+        """What the run derived from its config, as (label, value)."""
+        return derived_rows(
+            self.config, self._agreed.plan, self.traffic, self._exchange_seconds, False
+        )
+
+    def run(self, member: Member, console: RunConsole) -> bool:
+        """To the end of the run; False if it was stopped before. Either way the state is saved."""
+        self._member, self._console = member, console
+        if self._saved:  # what the process before could not send
+            member.record(*self._saved[1]["records"])
+        member.beat = lambda: self._watchdog.beat("waiting for others")
+        try:
+            run_rounds(member, self)
+        except Stopped:
+            self._save(mid_round=True)
+            return False
+        finally:
+            self._checkpoints.wait()
+        return True
+
+    # What geojax.geomesh.wan.rounds asks for, in the order of a round.
+
+    def digest(self) -> str:
+        place = (self.epoch, self.border)
+        if self._digest is None or self._digest[0] != place:
+            self._digest = (place, digest(self._outer).hex())
+        return self._digest[1]
+
+    def arrays(self) -> Sequence[np.ndarray]:
+        return [np.ascontiguousarray(leaf) for leaf in self._shared_leaves()]
+
+    def facts(self, member: Member) -> Mapping[str, Any]:
+        config = self.config
+        facts: dict[str, Any] = {"corpus": self._text, "exchange_seconds": 0.0}
+        if config.clock.kind == "modelled":
+            return facts
+        mine, rows = replace(config, slices=(config.slices[self.index],)), [self._devices]
+        strategies = choices(mine, rows)
+        profiles = measured_profiles(mine, rows, strategies, self._program, self._outer.params)
+        facts["profile"] = asdict(profiles[0])
+        if config.balance.sync_share or config.cona:
+            member.wait(lambda history: member.knows_all())
+            message = np.zeros(self.message_bytes, np.uint8)
+            member.probe(message)  # the connections
+            facts["exchange_seconds"] = member.probe(message)
+        return facts
+
+    def follow(self, history: History) -> None:
+        assert history.start is not None, "the run has begun"
+        self._agreed.follow(history, self.border)
+        texts = [facts["corpus"] for facts in history.start["facts"].values()]
+        if any(text != self._text for text in texts):
+            raise RunError(
+                f"slices have different texts or tokenizers: {texts}, and {self._text} here; give "
+                "all of them the same"
+            )
+
+    @property
+    def finished(self) -> bool:
+        agreed = self._agreed
+        return agreed.tokens >= self.config.train.total_tokens and not agreed.samples.returned
+
+    def reached(self, history: History) -> None:
+        if self._reached == (self.epoch, self.border):
+            return
+        first, self._reached = self._reached is None, (self.epoch, self.border)
+        agreed, fresh = self._agreed, first and not self.resumed
+        if self._settled > self.border:  # of a round that was undone
+            self._settled = self.border
+            self._forget_feedback(history)
+        if self._worker is None:
+            with self._watchdog.pause():
+                self._make_worker()
+            if self.index == 0:  # all would say the same
+                self._console.header("derived", self.describe())
+        if not self.border and fresh:
+            self._record("start", **start_record(self.config, agreed.plan, self.traffic))
+        total, every = self.config.train.total_tokens, self.config.eval.every_tokens
+        tokens, before = agreed.tokens, agreed.tokens_before
+        due = tokens >= total or (every and tokens // every > before // every)
+        if fresh or (due and not first):
+            self._member.tell(phase="busy")
+            with self._watchdog.pause():
+                result = evaluate_shared(self.worker, self._valid, self.config)
+            self._record("eval", tokens=tokens, seconds=None, **result)
+        if agreed.considered:
+            self._record("plan", tokens=tokens, **agreed.considered)
+        if self._plan != agreed.plan:
+            self._take_up()
+        interval = self.config.checkpoint.every_rounds
+        if not first and (self.finished or (interval and self.border % interval == 0)):
+            self._save(mid_round=False)
+
+    def work(self, members: Sequence[int]) -> None:
+        agreed, worker = self._agreed, self.worker
+        shares = agreed.shares(members)
+        seq_len, total = self.config.data.seq_len, self.config.train.total_tokens
+        taken = sum(len(part) for share in shares.values() for part in share)
+        after = (agreed.samples.merged + taken) * seq_len
+        if shares[self.index] != self._share:
+            worker.end_round()  # what it may hold is of another share
+        self._share = shares[self.index]
+
+        def stopped() -> bool:
+            self._watchdog.beat(f"inner steps of round {self.border + 1}")
+            return self._stop.is_set()
+
+        worker.scale = agreed.planner.scale(self.index)
+        worker.probe = agreed.planner.probe_due(self.index)
+        if not worker.finished and not self._stop.is_set():
+            if not worker.progress.done:
+                worker.begin_round()
+            span = (agreed.tokens / total, after / total)
+            worker.run(self._sequences, _in_order(self._share), span, stopped)
+        if not worker.finished:
+            raise Stopped
+
+    def message(self) -> tuple[Message, Mapping[str, Any]]:
+        started = time.perf_counter()
+        worker = self.worker
+        contribution = worker.contribution()
+        if self._feedback:  # what follows from the message counts once it is merged
+            own = [x.copy() for x in self._feedback.own]
+            contribution.feedback = ErrorFeedback(own, self._feedback.shard)
+        message = self._synchronizer.pack(self.border + 1, contribution)
+        self._contribution = contribution
+        p = worker.progress
+        facts = {
+            "steps": p.steps,
+            "noise": {source: list(map(float, sums)) for source, sums in p.noise.items()},
+            "step_seconds": p.compute_seconds / p.done,
+            "exchange_seconds": self._exchanged_seconds,
+            "expected_seconds": self._agreed.plan.compute_seconds,
+        }
+        self._sent_at = time.perf_counter()
+        self._outer_seconds = self._sent_at - started
+        return message, facts
+
+    def settle(self, number: int, merged: bool, history: History) -> None:
+        if number <= self._settled:
+            return
+        self._settled = number
+        if merged and self._contribution is None and self._saved_round() == number:
+            self._agreed.follow(history, number - 1)
+            self._make_worker()
+            if self.worker.finished:
+                self.message()
+        if merged and self._contribution:
+            self._feedback = self._contribution.feedback
+            self._feedback_round = number
+        elif merged:
+            self._forget_feedback(history)
+        if not merged:
+            self._drop_work()
+        if self._worker:
+            self._worker.feedback = self._feedback
+
+    def apply(self, number: int, row: Sequence[Message | None], history: History) -> None:
+        started, agreed = time.perf_counter(), self._agreed
+        agreed.follow(history, number - 1)
+        plan, members = agreed.plan, history.members_of(number)
+        progress = agreed.tokens / self.config.train.total_tokens
+        result = self._synchronizer.merge(number, row, jax.tree.leaves(self._outer.params))
+        if result.pseudo_gradients:
+            self._outer_step.apply(self._outer, result.pseudo_gradients[0], progress)
+        self._digest = ((history.epoch, number), digest(self._outer).hex())
+        agreed.follow(history, number)
+        self._exchanged_seconds = started - self._sent_at
+        self._outer_seconds += time.perf_counter() - started
+        missing = left_out(result.headers, self._names)
+        if self._contribution:
+            self._write(number, plan, members, result, missing)
+        self._drop_work()
+        merged = history.rounds[number - 1]["merged"]
+        if poor := [name for name in missing if self._names.index(name) in merged]:
+            self._console.warn(
+                f"round {number}: left out {', '.join(poor)}, whose update was not finite or came "
+                "from too few good steps"
+            )
+        self._lost_rounds = 0 if result.pseudo_gradients else self._lost_rounds + 1
+        if self._lost_rounds >= self.config.train.anomalies.max_lost_rounds:
+            raise LostRunError(lost_rounds_message(self.config, self._lost_rounds))
+
+    def adopt(self, data: np.ndarray, border: int, history: History) -> None:
+        leaves, start = [], 0
+        for leaf in self._shared_leaves():
+            part = data[start : start + leaf.nbytes]
+            leaves.append(part.view(leaf.dtype).reshape(leaf.shape).copy())
+            start += leaf.nbytes
+        tree = jax.tree.structure((self._outer.params, self._outer.opt_state))
+        self._outer.params, self._outer.opt_state = jax.tree.unflatten(tree, leaves)
+        self._digest = None
+        if history.last_merged(self.index) > self._feedback_round or border < self._settled:
+            self._forget_feedback(history)
+        self._settled = border
+        self._drop_work()
+
+    # Parts of these.
+
+    @property
+    def worker(self) -> Worker:
+        assert self._worker, "made at the first border"
+        return self._worker
+
+    def _shared_leaves(self) -> list[np.ndarray]:
+        return jax.tree.leaves((self._outer.params, self._outer.opt_state))
+
+    def _make_worker(self) -> None:
+        """For the plan in force; with what the checkpoint holds of it, if that is of this round."""
+        if self._worker is not None:
+            return
+        self._plan = plan = self._agreed.plan
+        work, steps = plan.work[self.index], chunk_steps(self.config, plan)
+        program = self._program(self._devices, work_strategy(self.config, self.index, work))
+        worker = Worker(self.index, work, steps, program, self._outer, self._feedback)
+        if self._saved:
+            kept, meta = self._saved
+            here = meta["mid_round"] and self._saved_round() == self.border + 1
+            progress = meta["progress"][0] if here else {}
+            params = kept["params"] if here else self._outer.params
+            worker.restore(kept | {"params": params}, self._outer, progress)
+            worker.feedback = self._feedback
+            if meta["batch"] != work.batch:
+                worker.state = program.carry_over(worker.state, meta["batch"])
+            self._share = tuple(range(*part) for part in meta["share"]) if here else ()
+        worker.compile()
+        self._worker = worker
+
+    def _take_up(self) -> None:
+        """The plan that was agreed on, in place of the one before."""
+        agreed, worker, started = self._agreed, self.worker, time.perf_counter()
+        self._plan = agreed.plan
+        work, steps = agreed.plan.work[self.index], chunk_steps(self.config, agreed.plan)
+        strategy = work_strategy(self.config, self.index, work)
+        self._member.tell(phase="busy")
+        with self._watchdog.pause():
+            worker.take_up(work, steps, self._program(self._devices, strategy))
+        seconds = time.perf_counter() - started
+        if self.config.clock.kind == "modelled":
+            seconds = self.config.clock.switch_seconds
+        if agreed.changed is None:
+            return
+        before, decision = agreed.changed
+        self._record(
+            "switch",
+            tokens=agreed.tokens,
+            **{"from": str(before), "to": str(agreed.plan)},
+            switch_seconds=seconds,
+            why=decision.reason,
+            decision=decision.kind,
+        )
+
+    def _drop_work(self) -> None:
+        """The round's work is merged, or lost."""
+        self._contribution, self._outer_seconds, self._share = None, 0.0, ()
+        if self._worker:
+            self._worker.end_round()
+
+    def _forget_feedback(self, history: History) -> None:
+        """It is not what this slice's messages left over: another process sent some."""
+        self._feedback_round = history.last_merged(self.index)
+        if self._feedback:
+            self._feedback = ErrorFeedback(
+                [np.zeros_like(x) for x in self._feedback.own], self._feedback.shard
+            )
+        if self._worker:
+            self._worker.feedback = self._feedback
+
+    def _write(
+        self,
+        number: int,
+        plan: Plan,
+        members: Sequence[int],
+        result: Merged,
+        missing: Sequence[str],
+    ) -> None:
+        """This slice's records of a round that it was merged in."""
+        worker, contribution, agreed = self.worker, self._contribution, self._agreed
+        assert contribution, "it was merged"
+        compute = worker.progress.compute_seconds
+        outer, exchange = self._outer_seconds, self._exchanged_seconds
+        whole = compute + exchange + outer
+        if self._exchange_seconds is not None:
+            seconds = [plan.work[i].compute_seconds for i in members]
+            compute, outer, exchange = worker.work.compute_seconds, 0.0, self._exchange_seconds
+            whole = max(seconds) + exchange
+        times = RoundTimes([compute] * len(self._names), compute, exchange, outer)
+        sent = wire_bytes("gather", len(members), self.message_bytes)
+        line = round_record(result, times, self.traffic) | {
+            "tokens": agreed.tokens,
+            "hash": self._digest[1] if self._digest else None,
+            "left_out": list(missing),
+            "wall_seconds": self._wall_seconds(),
+        }
+        if self.config.cona:
+            line |= {"strategy": str(plan), "noise": noise_record(agreed.planner.watch)}
+        line["samples"] = agreed.samples.merged
+        record = {
+            "kind": "slice",
+            "round": number,
+            "slice": slice_record(worker, contribution, sent, times, self.traffic),
+            "line": line,
+            "seconds": {"compute": compute, "outer": outer, "whole": whole},
+        }
+        self._member.record(to_json(record))
+        if worker.progress.skipped:
+            self._console.warn(
+                f"round {number}: skipped {worker.progress.skipped} of {worker.progress.done} "
+                "inner steps (loss or gradient not finite, or a spike)"
+            )
+
+    def _record(self, kind: str, **fields: Any) -> None:
+        self._member.record(to_json({"kind": kind, "round": self.border, **fields}))
+
+    def _save(self, mid_round: bool) -> None:
+        if self._worker is None:
+            return  # what was restored is still on disk
+        worker = self._worker
+        meta = origin(self.config, self._corpus) | {
+            "slice": self._names[self.index],
+            "epoch": self.epoch,
+            "border": self.border,
+            "feedback_round": self._feedback_round,
+            "mid_round": mid_round,
+            "progress": [asdict(worker.progress)],
+            "share": [[part.start, part.stop] for part in self._share],
+            "batch": worker.work.batch,
+            "records": self._member.unwritten,
+            "wall_seconds": self._wall_seconds(),
+        }
+        with self._watchdog.pause():
+            self._checkpoints.save(checkpoint_tree([worker], mid_round), meta)
+
+    def _restore(self) -> None:
+        meta = self._checkpoints.meta()
+        check_origin(meta, self.config, self._corpus)
+        name = self._names[self.index]
+        require(
+            meta["slice"] == name,
+            f"the checkpoint is of slice {meta['slice']}, and this is {name}; give each slice a "
+            "folder of its own",
+        )
+        abstract = abstract_slice(
+            name, self._outer, self._feedback, self.config.train, meta["mid_round"]
+        )
+        state, meta = self._checkpoints.restore(abstract)
+        shared = jax.tree.map(np.array, (state["params"], state["outer_opt_state"]))
+        self._outer.params, self._outer.opt_state = shared
+        self.epoch, self.border = meta["epoch"], meta["border"]
+        self._settled, self._feedback_round = self.border, meta["feedback_round"]
+        self._wall_before = meta["wall_seconds"]
+        kept = state["slices"][name]
+        if self._feedback:
+            self._feedback = ErrorFeedback(kept["feedback"], self._feedback.shard)
+        self._saved = kept, meta
+
+    def _saved_round(self) -> int | None:
+        """The round that the checkpoint was made in."""
+        return self._saved[1]["border"] + 1 if self._saved else None
+
+    def _wall_seconds(self) -> float:
+        return self._wall_before + time.perf_counter() - self._began
+
+
+def _in_order(share: Share) -> range | np.ndarray:
+    """The samples of a share."""
+    if len(share) == 1:
+        return share[0]
+    return np.concatenate([np.arange(part.start, part.stop) for part in share])

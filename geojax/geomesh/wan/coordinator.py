@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The coordinator: hears slices, decides, writes the journal, and lets slices read it.
+
+Invariant: all that it must remember is in the journal and in the records; what slices last said is
+said again within a second. So it may be killed and started again at any moment. A slice that has
+read another journal than this one is refused.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import islice
+from typing import Any
+
+from geojax.config import GrpcConfig
+from geojax.geomesh.wan.decide import Status, decide, is_alive
+from geojax.geomesh.wan.history import History
+from geojax.geomesh.wan.journal import Entry, Journal
+from geojax.geomesh.wan.ledger import Ledger
+from geojax.geomesh.wan.rpc import Header, Server
+
+_TICK_SECONDS = 0.05
+_PAGE_BYTES = 1 << 20  # of entries in one reply
+_LONGEST_WAIT_SECONDS = 10.0
+_AT_THE_END = ("done", "gone")
+_TOLD = {f.name for f in fields(Status)} - {"seen", "since", "worked", "restarted"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What slices must agree on before they begin."""
+
+    names: tuple[str, ...]
+    fingerprint: str
+    """Of the config."""
+
+
+class Coordinator:
+    """Answers `tell` and `follow`; `tick` decides. Without a network, and with any clock."""
+
+    def __init__(
+        self,
+        run: Run,
+        rules: GrpcConfig,
+        journal: Journal,
+        ledger: Ledger | None = None,
+        say: Callable[[str], None] = lambda text: None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """`ledger`: where slices' records go; `say`: takes lines for the user."""
+        self._run, self._rules, self._journal = run, rules, journal
+        self._ledger, self._say, self._clock = ledger, say, clock
+        self.history = History()
+        for entry in journal.entries:
+            self.history.add(entry)
+        if ledger:
+            ledger.follow(self.history)
+        self._statuses: dict[int, Status] = {}
+        self._dead: set[int] = set()
+        self._began = self._opened = self._awake = clock()
+        self._changed = threading.Condition()
+        self._stopped = False
+
+    def tell(self, header: Header) -> Header:
+        """A slice says what it does; its records are taken, and how many are safe is told."""
+        with self._changed:
+            self._wake()
+            index = self._index(header)
+            now, before = self._clock(), self._statuses.get(index)
+            told = {name: header[name] for name in _TOLD if name in header}
+            told |= {"slice": index, "received": tuple(header.get("received", ()))}
+            status = Status(**told, seen=now, since=now)
+            if before:
+                status.restarted = before.restarted
+                if before.incarnation != status.incarnation:
+                    status.restarted = True
+                elif (before.phase, before.border, before.epoch) == (
+                    status.phase,
+                    status.border,
+                    status.epoch,
+                ):
+                    status.since = before.since
+                status.worked = before.worked
+            if status.phase == "working":
+                status.worked = status.since
+            if before is None or before.incarnation != status.incarnation:
+                self._say(f"slice {self._run.names[index]} is here, at {status.address}")
+            self._statuses[index] = status
+            if self._ledger:
+                for record in header.get("records", ()):
+                    self._ledger.take(index, record, self.history)
+                self._ledger.write(self.history)
+            self._decide()
+            recorded = self._ledger.round if self._ledger else self.history.round
+            return {"recorded": recorded, "epoch": self.history.epoch}
+
+    def follow(self, header: Header) -> Header:
+        """Entries after the first `after`; waits for one up to `wait_seconds`."""
+        self._index(header)
+        after, journal = header["after"], self._journal
+        wait = min(header.get("wait_seconds", 0.0), _LONGEST_WAIT_SECONDS)
+        with self._changed:
+            if after >= len(journal.chains) or journal.chains[after] != header["chain"]:
+                raise ValueError(
+                    "the coordinator's journal is not the one that this slice has followed; "
+                    "another coordinator, or an old copy of its folder, answers at this address"
+                )
+            finished = self.finished
+            self._changed.wait_for(
+                lambda: len(journal.entries) > after or self.finished != finished, timeout=wait
+            )
+            page = _page(journal.entries, after)
+            return {
+                "entries": page,
+                "chain": journal.chains[after + len(page)],
+                "addresses": {str(i): s.address for i, s in self._statuses.items()},
+                "finished": self.finished,
+            }
+
+    def tick(self) -> None:
+        """Time has passed."""
+        with self._changed:
+            self._wake()
+            self._decide()
+            self._mourn()
+            if self.finished:
+                if self._ledger:
+                    self._ledger.write(self.history, patience_rounds=0)
+                self._changed.notify_all()
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing left to decide."""
+        return self.history.stopped is not None or self.finished
+
+    @property
+    def finished(self) -> bool:
+        """Whether every slice has reached the end of the run; one that says nothing for long is not
+        waited for."""
+        now, patience = self._clock(), self._rules.join_seconds
+        for index in range(len(self._run.names)):
+            status = self._statuses.get(index)
+            if status and status.phase in _AT_THE_END:
+                continue
+            if now - (status.seen if status else self._began) <= patience:
+                return False
+        return any(s.phase in _AT_THE_END for s in self._statuses.values())
+
+    @property
+    def left(self) -> bool:
+        """Whether all slices have gone."""
+        now = self._clock()
+        return not any(is_alive(s, now, self._rules) for s in self._statuses.values())
+
+    def stop(self) -> None:
+        """Decide nothing any more."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def _wake(self) -> None:
+        """What slices said while this process could not listen is not held against them."""
+        now = self._clock()
+        if now - self._awake > self._rules.lease_seconds / 2:
+            for status in self._statuses.values():
+                status.seen = max(status.seen, now)
+        self._awake = now
+
+    def _index(self, header: Mapping[str, Any]) -> int:
+        name, run = header.get("name"), self._run
+        if name not in run.names:
+            raise ValueError(f"the run has no slice {name!r}; it has {', '.join(run.names)}")
+        if header.get("fingerprint") != run.fingerprint:
+            raise ValueError(
+                f"slice {name} runs another config, or version, than the coordinator; start both "
+                "with the same one"
+            )
+        return run.names.index(name)
+
+    def _decide(self) -> None:
+        while not self._stopped:
+            entry = decide(
+                self._clock(),
+                self._began,
+                self._opened,
+                self.history,
+                self._statuses,
+                len(self._run.names),
+                self._rules,
+            )
+            if entry is None:
+                return
+            before = set(self.history.members)
+            self._journal.append(entry)
+            self.history.add(entry)
+            if self._ledger:
+                self._ledger.follow(self.history)
+            self._opened = self._clock()
+            self._narrate(entry, before)
+            self._changed.notify_all()
+
+    def _narrate(self, entry: Mapping[str, Any], before: set[int]) -> None:
+        kind = entry["kind"]
+        if kind == "round":
+            number, members = entry["round"], set(entry["members"])
+            if out := before - set(entry["merged"]):
+                why = ", ".join(f"{self._run.names[i]} ({self._state(i)})" for i in sorted(out))
+                self._say(f"round {number}: goes on without {why}")
+            if back := members - before:
+                self._say(f"round {number + 1}: {self._named(back)} is back")
+        elif kind == "rollback":
+            named = self._named(set(entry["members"]))
+            self._say(f"from the end of round {entry['round']} again, with {named}")
+        elif kind == "stop":
+            self._say(f"the run stops: {entry['reason']}")
+
+    def _state(self, index: int) -> str:
+        """What is known of a slice, in words."""
+        status, now = self._statuses.get(index), self._clock()
+        if status is None:
+            return "never heard of"
+        if not is_alive(status, now, self._rules):
+            return f"silent for {now - status.seen:.1f} s"
+        return f"{status.phase} at round {status.border + 1} for {now - status.since:.1f} s"
+
+    def _mourn(self) -> None:
+        now = self._clock()
+        for index, status in self._statuses.items():
+            alive = is_alive(status, now, self._rules)
+            if not alive and index not in self._dead and status.phase != "done":
+                self._dead.add(index)
+                why = "stops" if status.phase == "stopping" else "says nothing any more"
+                self._say(f"slice {self._run.names[index]} {why}")
+            elif alive:
+                self._dead.discard(index)
+
+    def _named(self, indices: set[int]) -> str:
+        return ", ".join(self._run.names[i] for i in sorted(indices))
+
+
+class Served:
+    """A coordinator on the network, in a `with` block."""
+
+    def __init__(
+        self, coordinator: Coordinator, config: GrpcConfig, slices: int, stop: threading.Event
+    ):
+        self._coordinator, self._stop, self._config = coordinator, stop, config
+        calls = {"tell": coordinator.tell, "follow": coordinator.follow}
+        self._server = Server(config, config.port, 2 * slices + 4, calls)
+        self.address = self._server.address
+
+    def run(self) -> bool:
+        """Until the run has ended, and slices have heard of it; False where `stop` was set."""
+        ended = None
+        while not self._stop.wait(_TICK_SECONDS):
+            self._coordinator.tick()
+            if not self._coordinator.ended:
+                ended = None
+            elif ended is None:
+                ended = time.monotonic()
+            elif time.monotonic() - ended > self._config.lease_seconds or self._coordinator.left:
+                return True
+        return False
+
+    def close(self) -> None:
+        self._coordinator.stop()
+        self._server.stop()
+
+
+def _page(entries: Sequence[Entry], after: int) -> list[Entry]:
+    """As many as one reply may hold, one at least."""
+    page, size = [], 0
+    for entry in islice(entries, after, None):
+        size += len(json.dumps(entry))
+        if page and size > _PAGE_BYTES:
+            break
+        page.append(entry)
+    return page

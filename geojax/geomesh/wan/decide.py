@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the coordinator decides next: a pure function of time, history and what slices last said.
+
+A round is over when every member that is still awaited has every message, and more than `quorum`
+of all configured slices have reported. A dead member is awaited until its lease ends, a living one
+until it takes longer than slices take (median + k x MAD of past report times, as multiples of what
+the plan expected), and one that is busy, or starts with all the others, for `join_seconds`. A slice
+that was left out comes back when it says that it holds the state again.
+
+Invariant: of any two decisions that a journal or two could hold, each had a majority of all
+configured slices behind it, and a merged message lies with a majority, so that a later majority can
+fetch it.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from geojax.config import GrpcConfig
+from geojax.geomesh.wan.history import History
+from geojax.geomesh.wan.journal import Entry
+
+_REMEMBERED_ROUNDS = 32
+_MAD_OF_NORMAL = 1.4826  # standard deviations in one MAD
+_LEAST_MAD = 0.1  # of the median: times that never vary do not make a deadline of no length
+
+_LOOKING = ("starting", "syncing")
+
+
+@dataclass
+class Status:
+    """What a slice last said of itself."""
+
+    slice: int
+    incarnation: str
+    """Of its process."""
+    phase: str
+    """starting; syncing: looks for the newest state; standby: holds it, and has begun no round;
+    working; waiting: its inner steps are done; busy: evaluates, or compiles for another
+    plan; done; gone: done, and has heard that all are; stopping."""
+    epoch: int = 0
+    border: int = 0
+    """Of the state that it holds, or could restore or make."""
+    digest: str = ""
+    """Of that state."""
+    received: tuple[int, ...] = ()
+    """waiting: slices whose messages of the next round it has, itself among them."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """For everybody, through the journal."""
+    address: str = ""
+    """Where peers reach it."""
+    seen: float = 0.0
+    """When it last said anything."""
+    since: float = 0.0
+    """When this phase began."""
+    worked: float = 0.0
+    """When its inner steps last began."""
+    restarted: bool = False
+    """Whether another process was this slice while the coordinator ran."""
+
+
+def decide(
+    now: float,
+    began: float,
+    opened: float,
+    history: History,
+    statuses: Mapping[int, Status],
+    slices: int,
+    rules: GrpcConfig,
+) -> Entry | None:
+    """The next entry, or None while there is something to wait for.
+
+    `began`: when this coordinator did; `opened`: the round; `slices`: configured.
+    """
+    if history.stopped is not None:
+        return None
+    alive = {i: s for i, s in statuses.items() if is_alive(s, now, rules)}
+    if history.start is None:
+        return _start(alive, slices)
+    away = [s for s in alive.values() if s.phase != "done"]
+    if not away:
+        return None
+    back = _rollback(now, began, history, alive, slices, rules)
+    if back is not None:
+        return back
+    return _close(now, began, opened, history, statuses, alive, slices, rules)
+
+
+def is_alive(status: Status, now: float, rules: GrpcConfig) -> bool:
+    return status.phase not in ("stopping", "gone") and now - status.seen <= rules.lease_seconds
+
+
+def enough(votes: int, slices: int, rules: GrpcConfig) -> bool:
+    """Whether so many of all configured slices are a quorum."""
+    return votes > rules.quorum * slices
+
+
+def limit_seconds(times: Sequence[float], rules: GrpcConfig) -> float:
+    """When a slice is late, given what others took; infinite where nothing is known."""
+    if not times:
+        return float("inf")
+    middle = median(times)
+    spread = max(median(abs(t - middle) for t in times), _LEAST_MAD * middle)
+    return middle + max(rules.deadline_mads * _MAD_OF_NORMAL * spread, rules.deadline_floor_seconds)
+
+
+def _start(alive: Mapping[int, Status], slices: int) -> Entry | None:
+    if len(alive) < slices:
+        return None
+    ahead = [i for i, s in alive.items() if s.border]
+    if ahead:
+        return {
+            "kind": "stop",
+            "reason": f"the coordinator's journal is empty, and slices {ahead} have trained "
+            "already; put the journal back that they trained with, or start a new run",
+        }
+    if not all(s.phase == "standby" for s in alive.values()):
+        return None
+    return {
+        "kind": "start",
+        "members": sorted(alive),
+        "facts": {str(i): s.facts for i, s in sorted(alive.items())},
+    }
+
+
+def _rollback(
+    now: float,
+    began: float,
+    history: History,
+    alive: Mapping[int, Status],
+    slices: int,
+    rules: GrpcConfig,
+) -> Entry | None:
+    """To the newest border whose state anybody holds, where the newest of all is lost."""
+    held = [s.border for s in alive.values() if history.holds(s.epoch, s.border)]
+    if history.round in held or not enough(len(held), slices, rules):
+        return None
+    if any(s.phase not in _LOOKING for s in alive.values()):
+        return None  # it may have the messages that lead there
+    if len(alive) < slices and now - began <= rules.join_seconds:
+        return None
+    return {"kind": "rollback", "round": max(held), "members": sorted(alive)}
+
+
+def _close(
+    now: float,
+    began: float,
+    opened: float,
+    history: History,
+    statuses: Mapping[int, Status],
+    alive: Mapping[int, Status],
+    slices: int,
+    rules: GrpcConfig,
+) -> Entry | None:
+    members = history.members
+    here = [alive[i] for i in members if i in alive and _at_border(alive[i], history)]
+    reported = {s.slice: s for s in here if s.phase == "waiting" and s.epoch == history.epoch}
+    took = {i: s.since - max(opened, s.worked) for i, s in reported.items()}
+    expected = max((s.facts.get("expected_seconds", 1.0) for s in reported.values()), default=1.0)
+    past = [
+        seconds / entry["expected_seconds"] * expected
+        for entry in history.rounds[-_REMEMBERED_ROUNDS:]
+        for seconds in entry["seconds"].values()
+    ]
+    limit = limit_seconds([*past, *took.values()], rules)
+    last_report = max((s.since for s in reported.values()), default=now)
+
+    def awaited(i: int) -> bool:
+        status = statuses.get(i)
+        if status is None:  # not heard of since the coordinator began
+            return now - began <= rules.join_seconds
+        if i not in alive or status.phase == "done":
+            return False
+        if i in reported and set(reported) <= set(status.received):
+            return False
+        if status.phase == "busy":
+            return now - status.since <= rules.join_seconds
+        if i in reported:  # messages of the last one are under way
+            return now - last_report <= limit
+        if status.restarted:
+            return now - opened <= limit
+        if status.phase in _LOOKING:
+            return now - max(opened, status.since) <= rules.join_seconds
+        return now - max(opened, status.since, status.worked) <= limit
+
+    waiting_for = {i for i in members if awaited(i)}
+    if not enough(len(waiting_for | set(reported)), slices, rules):
+        return _reopen(history, alive, slices, rules)
+    if waiting_for or not enough(len(reported), slices, rules):
+        return None
+    votes = Counter(s.digest for s in reported.values())
+    digest, count = votes.most_common(1)[0]
+    if not enough(count, slices, rules):
+        return {"kind": "stop", "reason": _differ(history.round, reported)}
+    merged = _available({i: s for i, s in reported.items() if s.digest == digest}, slices, rules)
+    if not enough(len(merged), slices, rules):
+        return None
+    joining = [i for i, s in alive.items() if s.phase == "standby" and _at_border(s, history)]
+    return {
+        "kind": "round",
+        "round": history.round + 1,
+        "merged": merged,
+        "members": sorted({*merged, *joining}),
+        "digest": digest,
+        "expected_seconds": expected,
+        "seconds": {str(i): round(took[i], 3) for i in merged},
+        "facts": {str(i): reported[i].facts for i in merged},
+    }
+
+
+def _reopen(
+    history: History, alive: Mapping[int, Status], slices: int, rules: GrpcConfig
+) -> Entry | None:
+    """The round once more, where its members are too few by now, with whoever has come back."""
+    standing = [i for i, s in alive.items() if s.phase != "done" and _at_border(s, history)]
+    if not enough(len(standing), slices, rules):
+        return None
+    return {"kind": "rollback", "round": history.round, "members": sorted(standing)}
+
+
+def _at_border(status: Status, history: History) -> bool:
+    return status.border == history.round and history.holds(status.epoch, status.border)
+
+
+def _differ(border: int, reported: Mapping[int, Status]) -> str:
+    return (
+        f"after round {border} the shared parameters of slices "
+        f"{', '.join(map(str, sorted(reported)))} differ, and no majority shows whose are wrong; "
+        "look for memory errors or mixed versions, and resume from the last checkpoints"
+    )
+
+
+def _available(reported: Mapping[int, Status], slices: int, rules: GrpcConfig) -> list[int]:
+    """Slices whose message a quorum holds; holders count only while they are in the set."""
+    kept = set(reported)
+    while True:
+        holders = Counter(j for i in kept for j in reported[i].received)
+        lost = {j for j in kept if not enough(holders[j], slices, rules)}
+        if not lost:
+            return sorted(kept)
+        kept -= lost

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A slice without a model: its shared state counts how often each sample was merged.
+
+Run as a program it is a slice's process, or the coordinator's:
+counting_replica.py INDEX SLICES ROUNDS COORDINATOR LOG, counting_replica.py SLICES PORT FOLDER.
+"""
+
+import hashlib
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from geojax.config import GrpcConfig
+from geojax.geomesh.message import FRAME_BYTES, Header, pack, unpack
+from geojax.geomesh.wan.coordinator import Coordinator, Run, Served
+from geojax.geomesh.wan.history import History
+from geojax.geomesh.wan.journal import Journal
+from geojax.geomesh.wan.member import Member, Stopped
+from geojax.geomesh.wan.rounds import run_rounds
+from geojax.geomesh.wan.samples import Samples
+
+WANTED = 3  # samples of slice i a round: this plus i
+PARTS = 16
+MOST = 20_000
+FINGERPRINT = "counting"
+FAST = {
+    "deadline_floor_seconds": 0.5,
+    "lease_seconds": 1.0,
+    "join_seconds": 20.0,
+    "call_seconds": 2.0,
+}
+
+
+def names(slices: int) -> tuple[str, ...]:
+    return tuple(f"s{i}" for i in range(slices))
+
+
+def wanted(members) -> dict[int, int]:
+    return {i: WANTED + i for i in members}
+
+
+def samples_at(history: History, border: int) -> Samples:
+    """Of a border, from the journal alone."""
+    samples = Samples()
+    for number in range(1, border + 1):
+        shares, samples = samples.allot(wanted(history.members_of(number)))
+        merged = history.rounds[number - 1]["merged"]
+        samples = samples.put_back(s for i, s in shares.items() if i not in merged)
+    return samples
+
+
+def check_frame(names):
+    def check(number, index, message):
+        unpack(message, number, index, names[index])
+
+    return check
+
+
+class CountingReplica:
+    """Merges messages that list samples; the inner steps are sleep."""
+
+    def __init__(self, index: int, rounds: int, seconds: float, stop: threading.Event):
+        self.index, self.rounds, self.seconds, self.stop = index, rounds, seconds, stop
+        self.epoch = self.border = 0
+        self.counts = np.zeros(MOST, np.uint8)
+        self.state_bytes = self.counts.nbytes
+        self.samples = Samples()
+        self.feedback = 0
+        """Rounds whose message changed what is fed back."""
+        self.feedback_round = 0
+        self.adopted = 0
+        self.share = ()
+        self.before_message = lambda number: None
+
+    def digest(self) -> str:
+        return hashlib.sha256(self.counts.data).hexdigest()
+
+    def arrays(self):
+        return [self.counts]
+
+    def facts(self, member):
+        return {"speed": 1 + self.index}
+
+    def follow(self, history):
+        self.samples = samples_at(history, self.border)
+
+    @property
+    def finished(self):
+        return self.border >= self.rounds and not self.samples.returned
+
+    def work(self, members):
+        shares, _ = self.samples.allot(wanted(members))
+        self.share = shares[self.index]
+        if self.stop.wait(self.seconds):
+            raise Stopped
+
+    def message(self):
+        body = np.zeros((PARTS, 2), np.int64)
+        for row, part in zip(body, self.share, strict=False):
+            row[:] = part.start, part.stop
+        self.before_message(self.border + 1)
+        tokens = sum(map(len, self.share))
+        frame = pack(Header(self.border + 1, self.index, tokens, 1), body.view(np.uint8).ravel())
+        return frame, {"expected_seconds": 1.0}
+
+    def settle(self, number, merged, history):
+        if merged and self.feedback_round < number:
+            self.feedback, self.feedback_round = self.feedback + 1, number
+
+    def apply(self, number, row, history):
+        counts = self.counts.copy()
+        for index, message in enumerate(row):
+            if message is not None:
+                _, body = unpack(message, number, index, f"s{index}")
+                for start, stop in body.copy().view(np.int64).reshape(PARTS, 2):
+                    counts[start:stop] += 1
+        self.counts = counts
+
+    def adopt(self, data, border, history):
+        self.counts = data.copy()
+        self.adopted += 1
+        if history.last_merged(self.index) > self.feedback_round:
+            self.feedback = 0
+
+    def reached(self, history):
+        pass
+
+
+MESSAGE_BYTES = FRAME_BYTES + PARTS * 16
+
+
+def join(index, slices, coordinator, stop, say=lambda text: None) -> Member:
+    return Member(
+        GrpcConfig(**FAST),
+        names(slices),
+        index,
+        coordinator,
+        FINGERPRINT,
+        check_frame(names(slices)),
+        MESSAGE_BYTES,
+        stop,
+        say,
+    )
+
+
+def main(index: int, slices: int, rounds: int, coordinator: str, log: Path) -> None:
+    stop = threading.Event()
+    replica = CountingReplica(index, rounds, 0.1, stop)
+    with log.open("a") as file:
+
+        def say(text):
+            print(f"{time.time():.2f} {text}", file=file, flush=True)
+
+        with join(index, slices, coordinator, stop, say) as member:
+            run_rounds(member, replica)
+    result = {
+        "counts": np.trim_zeros(replica.counts).tolist(),
+        "digest": replica.digest(),
+        "rounds": replica.border,
+        "adopted": replica.adopted,
+        "feedback": replica.feedback,
+    }
+    log.with_suffix(".json").write_text(json.dumps(result))
+
+
+def coordinate(slices: int, port: int, folder: Path) -> None:
+    config = GrpcConfig(**FAST, port=port)
+    journal = Journal(folder / "journal.jsonl")
+    with (folder / "coordinator.log").open("a") as file:
+
+        def say(text):
+            print(f"{time.time():.2f} {text}", file=file, flush=True)
+
+        run = Run(names(slices), FINGERPRINT)
+        coordinator = Coordinator(run, config, journal, say=say)
+        served = Served(coordinator, config, slices, threading.Event())
+        (folder / "address").write_text(served.address)
+        served.run()
+        served.close()
+    journal.close()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4:
+        coordinate(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        main(*map(int, sys.argv[1:4]), sys.argv[4], Path(sys.argv[5]))

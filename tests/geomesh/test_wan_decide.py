@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is in a round, whatever fails: decisions, cut networks, and samples merged exactly once."""
+
+import json
+from itertools import combinations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from wan_world import RULES, MemoryJournal, World
+
+from geojax.config import ConfigError, GrpcConfig, RunError
+from geojax.geomesh.wan.decide import limit_seconds
+from geojax.geomesh.wan.history import History
+from geojax.geomesh.wan.journal import Journal
+from geojax.geomesh.wan.samples import Samples
+
+MANY = settings(
+    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+
+
+def merged(world, side=0):
+    return [e["merged"] for e in world.coordinators[side].history.rounds]
+
+
+def assert_each_sample_once(world):
+    for s in world.slices:
+        assert s.phase == "done", [(x.phase, x.border, x.alive) for x in world.slices]
+        cursor = s.samples.cursor
+        assert s.counts[:cursor].tolist() == [1] * cursor
+        assert not s.counts[cursor:].any()
+    assert len({s.digest for s in world.slices}) == 1
+
+
+@MANY
+@given(st.integers(2, 5), st.data())
+def test_whatever_fails_every_sample_is_merged_once(slices, data):
+    world = World(slices, rounds=12)
+    what = st.tuples(
+        st.sampled_from(["kill", "start", "stick", "free", "cut", "heal", "coordinator"]),
+        st.integers(0, slices - 1),
+        st.integers(1, 12),
+    )
+    for event, index, seconds in data.draw(st.lists(what, max_size=25)):
+        victim = world.slices[index]
+        if event == "kill":
+            victim.alive = False
+        elif event == "start" and not victim.alive:
+            victim.restart()
+        elif event == "stick":
+            victim.stuck = True
+        elif event == "free":
+            victim.stuck = False
+        elif event == "cut":
+            world.side_of_slice[index] = 1
+        elif event == "heal":
+            world.side_of_slice[index] = 0
+        elif event == "coordinator":
+            world.restart_coordinator()
+        world.pass_seconds(seconds)
+        assert all(2 * len(m) > slices for m in merged(world))
+    world.side_of_slice = [0] * slices
+    for s in world.slices:
+        s.stuck = False
+        if not s.alive:
+            s.restart()
+    for _ in range(40):
+        world.pass_seconds(10)
+        if all(s.phase == "done" for s in world.slices):
+            break
+    assert_each_sample_once(world)
+
+
+@pytest.mark.parametrize("cut", [(3,), (0,), (2, 3), (0, 1), (1, 2, 3), (0, 1, 2)])
+def test_a_cut_network_never_has_two_runs_that_go_on(cut):
+    """The coordinator stays with the others; beyond the cut one is started from its journal."""
+    world = World(4, rounds=1000)
+    world.pass_seconds(30)
+    before = len(merged(world))
+    assert before > 3
+    for index in cut:
+        world.side_of_slice[index] = 1
+    world.coordinators[1] = world.make_coordinator(
+        MemoryJournal(world.coordinators[0]._journal.entries)
+    )
+    world.pass_seconds(100)
+    rounds = {side: len(merged(world, side)) - before for side in (0, 1)}
+    here, beyond = 4 - len(cut), len(cut)
+    assert (rounds[0] > 5) == (here > 2)
+    assert (rounds[1] > 5) == (beyond > 2)
+    assert min(rounds.values()) <= 0 + (here == beyond)
+    if here != beyond:
+        return
+    assert max(rounds.values()) <= 1  # at most what had been reported when the cut came
+    world.side_of_slice = [0] * 4
+    del world.coordinators[1]
+    world.pass_seconds(60)
+    assert len(merged(world)) > before + 5
+
+
+def test_slices_that_followed_another_journal_are_refused():
+    world = World(4, rounds=1000)
+    world.pass_seconds(20)
+    for index in (1, 2, 3):
+        world.side_of_slice[index] = 1
+    world.coordinators[1] = world.make_coordinator(
+        MemoryJournal(world.coordinators[0]._journal.entries)
+    )
+    world.pass_seconds(60)
+    assert len(merged(world, 1)) > len(merged(world))
+    world.side_of_slice = [0] * 4
+    world.pass_seconds(10)
+    assert [s.refused for s in world.slices] == [False, True, True, True]
+
+
+def test_a_round_that_lost_too_many_opens_again_with_those_who_came_back():
+    world = World(3, rounds=30)
+    world.pass_seconds(20)
+    world.slices[0].alive = False
+    world.pass_seconds(20)
+    world.slices[1].alive = False
+    world.pass_seconds(20)
+    stood = len(merged(world))
+    world.slices[0].restart()
+    world.pass_seconds(60)
+    assert len(merged(world)) > stood
+    world.slices[1].restart()
+    world.pass_seconds(150)
+    assert_each_sample_once(world)
+
+
+def test_where_the_newest_state_is_lost_the_run_goes_back_and_merges_every_sample_once():
+    world = World(3, rounds=20)
+    world.pass_seconds(30)
+    while len(merged(world)) <= max(s.saved[1] for s in world.slices):
+        world.pass_seconds(1)
+    for s in world.slices:
+        s.restart()
+    world.pass_seconds(200)
+    assert any(e["kind"] == "rollback" for e in world.coordinators[0]._journal.entries)
+    assert_each_sample_once(world)
+
+
+def test_a_slice_whose_parameters_differ_takes_those_of_the_majority():
+    world = World(3, rounds=20)
+    world.pass_seconds(20)
+    world.slices[1].counts[5] += 1
+    world.pass_seconds(100)
+    assert any(1 not in m for m in merged(world))
+    assert_each_sample_once(world)
+
+
+def test_where_no_majority_shows_whose_parameters_are_wrong_the_run_stops():
+    world = World(2, rounds=20)
+    world.pass_seconds(20)
+    world.slices[1].counts[5] += 1
+    with pytest.raises(AssertionError, match="no majority shows"):
+        world.pass_seconds(40)
+
+
+def test_a_slice_is_late_by_the_times_of_the_others():
+    steady, spread = [10.0] * 20, [5.0, 10.0, 15.0, 20.0] * 5
+    rules = GrpcConfig(deadline_floor_seconds=0)
+    assert 10 < limit_seconds(steady, rules) < 25
+    assert limit_seconds(spread, rules) > 40
+    assert limit_seconds(steady, GrpcConfig(deadline_floor_seconds=60)) == 70
+    assert limit_seconds([], rules) == float("inf")
+    assert limit_seconds([t / 100 for t in spread], RULES) < 5
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_samples_are_merged_held_or_returned(data):
+    samples, done = Samples(), set()
+    for _ in range(data.draw(st.integers(1, 12))):
+        wanted = data.draw(st.dictionaries(st.integers(0, 4), st.integers(1, 9), min_size=1))
+        shares, after = samples.allot(wanted)
+        ids = {i: [n for part in share for n in part] for i, share in shares.items()}
+        assert {i: len(n) for i, n in ids.items()} == wanted
+        out = data.draw(st.sets(st.sampled_from(sorted(wanted))))
+        samples = after.put_back(shares[i] for i in out)
+        new = [n for i in wanted if i not in out for n in ids[i]]
+        assert not done & set(new)
+        done |= set(new)
+        returned = {n for part in samples.returned for n in part}
+        assert done | returned == set(range(samples.cursor))
+        assert not done & returned
+        assert samples.merged == len(done)
+
+
+def test_returned_samples_go_out_first():
+    shares, after = Samples().allot({0: 3, 1: 5})
+    back = after.put_back([shares[1]])
+    assert back == Samples(8, (range(3, 8),))
+    assert back.allot({0: 4, 2: 3}) == (
+        {0: (range(3, 7),), 2: (range(7, 10),)},
+        Samples(10),
+    )
+
+
+def test_a_journal_survives_a_torn_line_and_tells_a_damaged_one(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    for number in range(3):
+        journal.append({"kind": "x", "number": number})
+    with pytest.raises(RunError, match="another coordinator holds"):
+        Journal(path)
+    chains = list(journal.chains)
+    journal.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"kind": "x", "num')
+    again = Journal(path)
+    assert (again.chains, len(again.entries)) == (chains, 3)
+    again.append({"kind": "x", "number": 3})
+    again.close()
+    lines = path.read_text().splitlines()
+    lines[1] = json.dumps(json.loads(lines[1]) | {"number": 7})
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ConfigError, match="jsonl:2 is damaged"):
+        Journal(path)
+
+
+def test_states_of_undone_rounds_are_of_no_history():
+    history = History()
+    history.add({"kind": "start", "members": [0, 1, 2], "facts": {}})
+    for number in range(1, 6):
+        history.add({"kind": "round", "round": number, "merged": [0, 1], "members": [0, 1]})
+    history.add({"kind": "rollback", "round": 3, "members": [0, 1, 2]})
+    assert [history.holds(0, b) for b in (3, 4)] == [True, False]
+    history.add({"kind": "round", "round": 4, "merged": [0, 2], "members": [0, 2]})
+    assert [history.holds(e, 4) for e in (0, 1)] == [False, True]
+    assert (history.last_merged(2), history.last_merged(1)) == (4, 3)
+    assert [history.members_of(n) for n in (1, 2, 4)] == [(0, 1, 2), (0, 1), (0, 1, 2)]
+
+
+def test_two_majorities_always_meet():
+    rules = GrpcConfig()
+    for slices in range(1, 8):
+        least = next(n for n in range(1, slices + 1) if n > rules.quorum * slices)
+        sets = list(combinations(range(slices), least))
+        assert all(set(a) & set(b) for a in sets for b in sets)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slices without a model, over real gRPC: rounds go on whatever fails, and no sample is lost."""
+
+import threading
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from counting_replica import FAST, FINGERPRINT, CountingReplica, join, names
+
+from geojax.config import GrpcConfig
+from geojax.geomesh.wan.coordinator import Coordinator, Run, Served
+from geojax.geomesh.wan.journal import Journal
+from geojax.geomesh.wan.member import Stopped
+from geojax.geomesh.wan.rounds import run_rounds
+
+
+class World:
+    """A coordinator and slices, as threads."""
+
+    def __init__(self, folder, slices: int, rounds: int, seconds: float = 0.02):
+        self.slices, self.rounds, self.seconds = slices, rounds, seconds
+        self.folder, self.said = folder, []
+        self.port = 0
+        self.begin()
+        self.stops = [threading.Event() for _ in range(slices)]
+        self.replicas = [
+            CountingReplica(i, rounds, seconds, stop) for i, stop in enumerate(self.stops)
+        ]
+        self.errors: dict[int, BaseException] = {}
+        self.threads: dict[int, threading.Thread] = {}
+
+    def begin(self) -> None:
+        config = GrpcConfig(**FAST, port=self.port)
+        self.journal = Journal(self.folder / "journal.jsonl")
+        run = Run(names(self.slices), FINGERPRINT)
+        self.coordinator = Coordinator(run, config, self.journal, say=self.said.append)
+        self.ending = threading.Event()
+        self.served = Served(self.coordinator, config, self.slices, self.ending)
+        self.address = self.served.address
+        self.port = int(self.address.rsplit(":", 1)[1])
+        self.loop = threading.Thread(target=self.served.run, daemon=True)
+        self.loop.start()
+
+    def end(self) -> None:
+        self.ending.set()
+        self.loop.join()
+        self.served.close()
+        self.journal.close()
+
+    def start(self, index: int) -> None:
+        def live():
+            try:
+                with join(
+                    index, self.slices, self.address, self.stops[index], self.said.append
+                ) as member:
+                    run_rounds(member, self.replicas[index])
+            except Stopped:
+                pass
+            except BaseException as error:
+                self.errors[index] = error
+
+        self.threads[index] = threading.Thread(target=live, daemon=True)
+        self.threads[index].start()
+
+    def stop(self, index: int) -> None:
+        self.stops[index].set()
+        self.threads[index].join(20)
+
+    def replace(self, index: int) -> None:
+        """A new process in the place of one that ended."""
+        self.stops[index] = threading.Event()
+        self.replicas[index] = CountingReplica(index, self.rounds, self.seconds, self.stops[index])
+        self.start(index)
+
+    def finish(self) -> None:
+        for thread in self.threads.values():
+            thread.join(60)
+            assert not thread.is_alive(), "\n".join(self.said)
+        assert not self.errors, (self.errors, self.said)
+
+
+@pytest.fixture
+def world(tmp_path):
+    with ExitStack() as stack:
+
+        def make(*args, **kwargs):
+            made = World(tmp_path, *args, **kwargs)
+            stack.callback(made.end)
+            return made
+
+        yield make
+
+
+def assert_each_sample_once(replicas):
+    for replica in replicas:
+        cursor = replica.samples.cursor
+        assert replica.counts[:cursor].tolist() == [1] * cursor
+        assert not replica.counts[cursor:].any()
+    assert len({r.digest() for r in replicas}) == 1
+
+
+def wait_for_round(world, number):
+    for replica in [r for r in world.replicas if not r.stop.is_set()]:
+        while replica.border < number:
+            assert not world.errors, world.errors
+            threading.Event().wait(0.005)
+
+
+def test_an_undisturbed_run_merges_all_slices_in_every_round(world):
+    run = world(3, 10)
+    for i in range(3):
+        run.start(i)
+    run.finish()
+    assert [e["merged"] for e in run.coordinator.history.rounds] == [[0, 1, 2]] * 10
+    assert_each_sample_once(run.replicas)
+    assert [r.feedback for r in run.replicas] == [10] * 3
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_slice_that_dies_is_left_out_and_comes_back_with_the_state_of_a_peer(world, victim):
+    run = world(3, 40, seconds=0.05)
+    for i in range(3):
+        run.start(i)
+    wait_for_round(run, 3)
+    run.stop(victim)
+    wait_for_round(run, 8)
+    run.replace(victim)
+    run.finish()
+    merged = [victim in e["merged"] for e in run.coordinator.history.rounds]
+    assert not all(merged)
+    assert merged[-1]
+    assert run.replicas[victim].adopted == 1
+    assert_each_sample_once(run.replicas)
+
+
+def test_the_coordinator_may_die_and_come_back(world):
+    run = world(3, 20, seconds=0.05)
+    for i in range(3):
+        run.start(i)
+    wait_for_round(run, 3)
+    run.end()
+    rounds = run.coordinator.history.round
+    stale = threading.Event().wait(0.5)
+    assert not stale
+    assert max(r.border for r in run.replicas) <= rounds  # nobody goes on alone
+    run.begin()
+    run.finish()
+    assert [e["merged"] for e in run.coordinator.history.rounds] == [[0, 1, 2]] * 20
+    assert_each_sample_once(run.replicas)
+
+
+def test_a_stuck_slice_is_left_out_by_a_deadline_and_comes_back(world):
+    run = world(3, 30, seconds=0.05)
+    release = threading.Event()
+    run.replicas[1].before_message = lambda number: number == 4 and release.wait(30)
+    for i in range(3):
+        run.start(i)
+    wait_for = run.replicas[0]
+    while wait_for.border < 6:
+        threading.Event().wait(0.005)
+    release.set()
+    run.finish()
+    history = run.coordinator.history
+    assert 1 not in history.rounds[3]["merged"]
+    assert 1 in history.rounds[-1]["merged"]
+    assert_each_sample_once(run.replicas)
+    replica = run.replicas[1]
+    assert replica.feedback == sum(1 in e["merged"] for e in history.rounds)
+
+
+def test_garbage_and_other_configs_are_refused_and_the_run_goes_on(world):
+    run = world(3, 10)
+    for i in range(3):
+        run.start(i)
+    wait_for_round(run, 1)
+    from geojax.geomesh.wan.rpc import CallError, Client
+
+    client = Client(GrpcConfig(**FAST))
+    follow = {"name": "s0", "fingerprint": FINGERPRINT, "after": 0, "chain": ""}
+    peer = client.call(run.address, "follow", follow)["addresses"]["0"]
+    header = {"epoch": 0, "round": 9, "slice": 1}
+    with pytest.raises(CallError, match=r"is not one|damaged|cut"):
+        client.push(peer, "message", header, np.arange(200, dtype=np.uint8))
+    with pytest.raises(CallError, match="at most"):
+        client.push(peer, "message", header, np.zeros(10_000_000, np.uint8))
+    with pytest.raises(CallError, match="another config"):
+        client.call(run.address, "tell", {"name": "s0", "fingerprint": "x"})
+    with pytest.raises(CallError, match="no slice"):
+        client.call(run.address, "tell", {"name": "s9", "fingerprint": FINGERPRINT})
+    client.close()
+    run.finish()
+    assert_each_sample_once(run.replicas)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`geojax launch`: a process a slice, watched, stopped and started again."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from geojax.cli import main
+from geojax.config import RunError
+from geojax.launch import local
+from geojax.track.metrics import read_records
+from geojax.track.summary import check_accounting, load_run
+
+PATIENCE_SECONDS = 600
+ROUNDS, STEPS, BATCH, SEQ_LEN = 30, 10 + 6 + 4, 4, 16
+CONFIG = f"""
+from geojax.config import *
+from geojax.models.config import TransformerConfig
+
+def config():
+    slices = zip(("eastus", "westus2", "koreacentral"), (2.5, 1.5, 1.0), strict=True)
+    outer = OptimizerConfig(name="sgd", learning_rate=0.7, momentum=0.6, nesterov=True)
+    return RunConfig(
+        name="launched",
+        model=TransformerConfig(257, dim=16, layers=1, heads=2, kv_heads=2, mlp_dim=24),
+        data=DataConfig(
+            source=SourceConfig(kind="files", paths=("words.txt",)),
+            tokenizer=TokenizerConfig(vocab_size=257),
+            seq_len={SEQ_LEN},
+            valid_fraction=0.2,
+        ),
+        train=TrainConfig(
+            total_tokens={ROUNDS * STEPS * BATCH * SEQ_LEN},
+            optimizer=OptimizerConfig(name="lion", learning_rate=1e-3),
+            compute_dtype="float32",
+        ),
+        slices=tuple(SliceConfig(name, region=name, speed=speed) for name, speed in slices),
+        balance=BalanceConfig(inner_steps=4, batch_sizes=({BATCH},)),
+        exchange=ExchangeConfig(schedule="gather"),
+        outer=OuterConfig(outer),
+        clock=ClockConfig(
+            kind="modelled", wan="geomesh-azure", base_step_seconds=1.0, base_batch={BATCH}
+        ),
+        eval=EvalConfig(every_tokens=10 * {STEPS * BATCH * SEQ_LEN}, sequences=16, batch=8),
+        checkpoint=CheckpointConfig(every_rounds=4),
+    )
+"""
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["launch"], "--local N PRESET_OR_FILE"),
+        (["launch", "--local", "three", "demo-geomesh"], "say how many slices"),
+        (["launch", "--local", "3", "demo-geomesh"], "the run has 4 slices"),
+        (["launch", "--local", "4", "demo-int8"], "two_phase"),
+        (["launch", "--resume", "nowhere"], "not a run folder"),
+        (["train", "demo-geomesh", "--slice", "h100"], "go together"),
+        (
+            ["train", "demo-geomesh", "--slice", "x", "--coordinator", "127.0.0.1:1"],
+            "no slice 'x'",
+        ),
+    ],
+)
+def test_what_cannot_be_launched_is_refused_before_anything_starts(
+    args, says, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(args) == 2
+    assert says in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_child_that_dies_is_started_again_so_often_and_no_more(monkeypatch):
+    monkeypatch.setattr(local, "_FIRST_PAUSE_SECONDS", 0.01)
+
+    class Said:
+        lines: list[str] = []  # noqa: RUF012 - of one test
+
+        def print(self, text, **_):
+            self.lines.append(str(text))
+
+    child = local._Child(
+        local.COORDINATOR, [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    )
+    console = Said()
+    local._start(child, console, 1)
+    with pytest.raises(RunError, match="by SIGKILL after 2 new starts"):
+        local._watch({child.name: child}, 2, threading.Event(), console, 1)
+    assert sum("starts as process" in line for line in console.lines) == 3
+
+
+class Launch:
+    """One launcher, and what it says."""
+
+    def __init__(self, folder: Path, *args: str):
+        environment = os.environ | {
+            "GEOJAX_CACHE": str(folder.parent / "cache"),
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+            "JAX_PLATFORMS": "cpu",
+        }
+        # XLA on CPU gives other bits under another affinity.
+        core = min(os.sched_getaffinity(0))
+        pinned = (
+            f"import os, sys; os.sched_setaffinity(0, {{{core}}}); "
+            "os.execv(sys.executable, [sys.executable, '-m', 'geojax', *sys.argv[1:]])"
+        )
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", pinned, *args],
+            cwd=folder.parent,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        with self.process.stdout, self.folder.with_suffix(".log").open("a") as log:
+            for line in self.process.stdout:
+                self.lines.append(line)
+                print(f"{time.time():.1f} {line}", end="", file=log, flush=True)
+
+    def said(self) -> str:
+        return "".join(self.lines)
+
+    def pid(self, name: str) -> int:
+        return int(re.findall(rf"^{name} starts as process (\d+)", self.said(), re.M)[-1])
+
+    @property
+    def round(self) -> int:
+        path = self.folder / "journal.jsonl"
+        return path.read_bytes().count(b'"kind": "round"') if path.exists() else 0
+
+    def until_round(self, number: int) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self.round < number:
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.02)
+
+    def finish(self, code: int = 0) -> None:
+        found = self.process.wait(PATIENCE_SECONDS)
+        self.reader.join()
+        assert found == code, self.said()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("launch")
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(50)]
+    text = "\n\n".join(" ".join(rng.choices(words, k=500)) for _ in range(16))
+    (folder / "words.txt").write_text(text)
+    (folder / "settings.py").write_text(CONFIG)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(place) -> list[str]:
+    """Hashes of the run in one process."""
+    Launch(place / "one", "train", "settings.py", "--out", "one").finish()
+    return hashes(place / "one")
+
+
+def hashes(folder: Path) -> list[str]:
+    return [r["hash"] for r in read_records(folder / "metrics.jsonl") if r["kind"] == "round"]
+
+
+def launch(place: Path, name: str, *more: str) -> Launch:
+    args = ("--grpc.lease-seconds", "8", "--grpc.join-seconds", "60", *more)
+    return Launch(place / name, "launch", "--local", "3", "settings.py", "--out", name, *args)
+
+
+def assert_right(folder: Path, total_tokens: int = ROUNDS * STEPS * BATCH * SEQ_LEN) -> None:
+    """The run ended, its accounts hold, and its slices saved equal parameters."""
+    run = load_run(folder)
+    check_accounting(run)
+    assert run.end
+    assert run.rounds[-1]["tokens"] >= total_tokens
+    assert len(hashes(folder)) == len(run.rounds)
+
+
+@pytest.mark.full
+def test_a_launched_run_has_the_bits_of_one_process_though_it_is_stopped_once(place, whole):
+    # Long deadlines: in the same rounds, slices must be the same.
+    first = launch(place, "stopped", "--grpc.deadline-floor-seconds", "120")
+    first.until_round(8)
+    first.process.send_signal(signal.SIGTERM)
+    first.finish()
+    assert "stopped and saved" in first.said()
+    assert 0 < len(hashes(place / "stopped")) < ROUNDS
+    again = Launch(place / "stopped", "launch", "--resume", "stopped")
+    again.finish()
+    assert hashes(place / "stopped") == whole, again.said()
+    assert_right(place / "stopped")
+
+
+@pytest.mark.full
+def test_signals_to_slices_and_coordinator_do_not_end_a_launched_run(place):
+    run = launch(place, "hit", "--grpc.deadline-floor-seconds", "5")
+    run.until_round(4)
+    os.kill(run.pid("eastus"), signal.SIGKILL)
+    run.until_round(7)
+    os.kill(run.pid("coordinator"), signal.SIGKILL)
+    run.until_round(10)
+    run.finish()
+    assert "took the shared state" in run.said()
+    assert_right(place / "hit")
+    entries = [json.loads(x) for x in (place / "hit" / "journal.jsonl").read_text().splitlines()]
+    assert any(0 not in e["merged"] for e in entries if e["kind"] == "round")
+
+
+@pytest.mark.full
+def test_children_end_with_a_launcher_that_is_killed(place):
+    run = launch(place, "orphans")
+    run.until_round(2)
+    pids = [run.pid(name) for name in ("coordinator", "eastus", "westus2", "koreacentral")]
+    run.process.kill()
+    run.process.wait()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    again = Launch(place / "orphans", "launch", "--resume", "orphans")
+    again.finish()
+    assert_right(place / "orphans")
