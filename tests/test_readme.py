@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every geojax command in README works as it stands, in the order in which it stands."""
 
+import json
 import re
 import shlex
+import signal
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -38,10 +43,16 @@ def test_every_command_in_readme_works(tmp_path, monkeypatch, capsys):
         "eval",
         "generate",
         "profile",
+        "launch",
+        "simulate",
+        "serve",
     }
     monkeypatch.chdir(tmp_path)
     for command in commands:
-        if command[0] != "train":  # what starts no run needs no process of its own
+        if command[0] == "serve":
+            ask_as_readme_does(command, tmp_path)
+            continue
+        if command[0] not in ("train", "launch"):  # what starts no run needs no process of its own
             code = main(command)
             output = capsys.readouterr()
             assert code == 0, f"geojax {shlex.join(command)}: {output.err}{output.out}"
@@ -59,6 +70,53 @@ def test_every_command_in_readme_works(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "runs" / "myrun" / "metrics.jsonl").exists()
     assert (tmp_path / "weights" / "model.safetensors").exists()
     assert (tmp_path / "depths.png").exists()
+    assert (tmp_path / "runs" / "apart" / "metrics.jsonl").exists()
+
+
+def ask_as_readme_does(command, folder):
+    """Start the server, run what README says to ask it, on a port that is free, and end it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    text = README.read_text()
+    (curl,) = re.findall(r"^    (curl .*)$", text, re.MULTILINE)
+    client = re.search(r"```python\n(from openai.*?)```", text, re.DOTALL)
+    assert client
+    with subprocess.Popen(
+        [sys.executable, "-m", "geojax", *command, "--port", port],
+        cwd=folder,
+        stderr=subprocess.STDOUT,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
+        try:
+            wait_until_ready(f"http://127.0.0.1:{port}/ready")
+            asked = subprocess.run(
+                shlex.split(curl.replace(":8000", f":{port}")), capture_output=True, check=True
+            )
+            assert json.loads(asked.stdout)["usage"]["completion_tokens"] > 0
+            program = client[1].replace(":8000", f":{port}")
+            done = subprocess.run(
+                [sys.executable, "-c", program], capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.strip()
+            server.send_signal(signal.SIGTERM)
+            output, _ = server.communicate(timeout=60)
+        finally:
+            server.kill()
+    assert server.returncode == 0, output
+
+
+def wait_until_ready(url, seconds=120):
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except OSError:
+            assert time.monotonic() < end, "the server never became ready"
+            time.sleep(0.5)
 
 
 def test_make_targets_in_readme_exist():
