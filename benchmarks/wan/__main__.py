@@ -55,7 +55,7 @@ def _run(options: argparse.Namespace, console: Console) -> None:
 
 
 def _clean(options: argparse.Namespace, console: Console) -> None:
-    removed = clean()
+    removed = clean(options.all)
     console.print("\n".join(f"removed {name}" for name in removed) or "nothing was left over")
 
 
@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_command(commands)
     trouble.add_commands(commands)
     left = commands.add_parser("clean", help="remove what a killed command left behind")
+    left.add_argument("--all", action="store_true", help="also what belongs to a living process")
     left.set_defaults(function=_clean)
     return parser
 

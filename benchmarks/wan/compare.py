@@ -159,11 +159,8 @@ def _report(
         ),
         soft_wrap=True,
     )
-    labs = {
-        f"{name}-seed{seed}": json.loads((folder / f"{name}-seed{seed}" / "lab.json").read_text())
-        for name in names
-        for seed in range(seeds)
-    }
+    paths = [folder / f"{name}-seed{seed}" / "lab.json" for name in names for seed in range(seeds)]
+    labs = {p.parent.name: json.loads(p.read_text()) for p in paths if p.exists()}
     content = {
         "clock": "measured",
         "machine": machine["machine"],

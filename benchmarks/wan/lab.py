@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from math import inf
@@ -43,7 +43,8 @@ class Lab:
         self.folder.mkdir(parents=True, exist_ok=True)
         network.make(self._owner, self.world)
         for node in self.world.nodes:
-            self._groups[node.name] = quota.make(network.namespace(self._owner, node))
+            if node.name in self.cores:
+                self._groups[node.name] = quota.make(network.namespace(self._owner, node))
         if self.world.proxied:
             self._start_proxies()
 
@@ -53,18 +54,21 @@ class Lab:
         """A command in the node's namespace and group; what it says goes to `log`."""
         name = network.namespace(self._owner, node)
         inside = ["ip", "netns", "exec", name, *command]
-        # The shell joins the group before anything of the command runs.
-        join = 'echo $$ > "$0" && exec "$@"'
-        procs = str(self._groups[node.name] / "cgroup.procs")
-        return self._spawn(["sh", "-c", join, procs, *inside], log, environment)
+        if group := self._groups.get(node.name):
+            # The shell joins the group before anything of the command runs.
+            join = 'echo $$ > "$0" && exec "$@"'
+            inside = ["sh", "-c", join, str(group / "cgroup.procs"), *inside]
+        return self._spawn(inside, log, environment)
 
     def limit(self, node: Node, factor: float = 1.0) -> None:
-        """Put the node's quota, times `factor`, in force; without a quota nothing happens."""
-        if node.name in self.cores:
-            quota.limit(self._groups[node.name], self.cores[node.name] * factor)
+        """Put the node's quota, times `factor`, in force, if it has one."""
+        if group := self._groups.get(node.name):
+            quota.limit(group, self.cores[node.name] * factor)
 
     def unlimit(self, node: Node) -> None:
-        quota.limit(self._groups[node.name], None)
+        """Until `limit` is called."""
+        if group := self._groups.get(node.name):
+            quota.limit(group, None)
 
     def listens(self, node: Node) -> bool:
         """Whether a process of the node's takes calls."""
@@ -93,7 +97,8 @@ class Lab:
 
     def remove(self) -> list[str]:
         """Everything; what could not be removed, in words."""
-        failed = []
+        for node in self.world.nodes:
+            self.unlimit(node)  # saving is not what is measured
         living = [p for p in self._processes if p.poll() is None]
         for process in living:
             process.send_signal(signal.SIGTERM)
@@ -106,8 +111,7 @@ class Lab:
                 process.kill()
                 process.wait()
         mine = [name for name, owner in network.existing().items() if owner == self._owner]
-        failed += network.remove(mine)
-        return failed + _remove_groups(self._owner)
+        return network.remove(mine) + _remove_groups(self._groups.values())
 
     def _start_proxies(self) -> None:
         waiting = []
@@ -186,22 +190,23 @@ def open_lab(
             print(f"not removed: {line}", file=sys.stderr)
 
 
-def clean() -> list[str]:
-    """Remove labs whose process is gone; the names of what was removed. RunError."""
+def clean(every: bool = False) -> list[str]:
+    """Remove labs whose process is gone, or `every` one; names of what was removed. RunError."""
     network.require_tools()
-    names = [name for name, owner in network.existing().items() if not _alive(owner)]
-    groups = [group for group in quota.groups(network.PREFIX) if not _alive(_owner_of(group.name))]
-    failed = network.remove(names)
-    for group in groups:
-        quota.remove(group)
-    if failed:
+    names = [name for name, owner in network.existing().items() if every or not _alive(owner)]
+    groups = [
+        group
+        for group in quota.groups(network.PREFIX)
+        if every or not _alive(network.owner_of(group.name))
+    ]
+    if failed := network.remove(names) + _remove_groups(groups):
         raise RunError("; ".join(failed))
     return names + [str(group) for group in groups]
 
 
-def _remove_groups(owner: int) -> list[str]:
+def _remove_groups(groups: Iterable[Path]) -> list[str]:
     failed = []
-    for group in quota.groups(f"{network.PREFIX}{owner}-"):
+    for group in groups:
         try:
             quota.remove(group)
         except RunError as error:
@@ -209,13 +214,8 @@ def _remove_groups(owner: int) -> list[str]:
     return failed
 
 
-def _owner_of(name: str) -> int:
-    digits = name.removeprefix(network.PREFIX).partition("-")[0]
-    return int(digits) if digits.isdecimal() else 0
-
-
-def _alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+def _alive(pid: int | None) -> bool:
+    return pid is not None and Path(f"/proc/{pid}").exists()
 
 
 def _interrupt(*_: object) -> None:

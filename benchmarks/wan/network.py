@@ -60,7 +60,8 @@ def make(owner: int, world: World) -> None:
     for node in world.nodes:
         name = names[node.index]
         _ip("netns", "add", name)
-        _run("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
+        if os.path.exists("/proc/sys/net/ipv6"):  # what it says of itself would be counted
+            _run("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
         _ip("-n", name, "link", "set", "lo", "up")
         _ip("-n", name, "addr", "add", f"{node.wire}/32", "dev", "lo")
     for a, b in combinations(world.nodes, 2):
@@ -124,10 +125,15 @@ def existing() -> dict[str, int]:
     """Namespaces of all labs, with the process that made each."""
     found = {}
     for entry in json.loads(_ip("-j", "netns", "list") or "[]"):
-        owner, dash, _ = entry["name"].removeprefix(PREFIX).partition("-")
-        if entry["name"].startswith(PREFIX) and dash and owner.isdecimal():
-            found[entry["name"]] = int(owner)
+        if (owner := owner_of(entry["name"])) is not None:
+            found[entry["name"]] = owner
     return found
+
+
+def owner_of(name: str) -> int | None:
+    """The process that made what has this name; None where it is not a lab's."""
+    digits, dash, _ = name.removeprefix(PREFIX).partition("-")
+    return int(digits) if name.startswith(PREFIX) and dash and digits.isdecimal() else None
 
 
 def _end(other: Node) -> str:

@@ -63,8 +63,12 @@ def limit(group: Path, cores: float | None) -> None:
 
 
 def groups(prefix: str) -> list[Path]:
-    """Of all labs whose names begin so."""
-    return sorted(path for path in find_root().glob(f"{prefix}*") if path.is_dir())
+    """All whose names begin so."""
+    try:
+        root = find_root()
+    except ConfigError:  # then there are none
+        return []
+    return sorted(path for path in root.glob(f"{prefix}*") if path.is_dir())
 
 
 def remove(group: Path, patience_seconds: float = 5.0) -> None:

@@ -128,6 +128,7 @@ def run(
     report = traffic_report(world, before, after, proxies, records, first)
     content = {
         "wan": setting.wan,
+        "congestion_control": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
         "weather": asdict(setting.weather),
         "cores": dict(setting.cores),
         "links": [
@@ -208,6 +209,9 @@ def _to_the_end(lab: Lab, folder: Path, console: Console, trouble: Trouble) -> l
         if latest > situation.round:
             situation.closed += [situation.now] * (latest - situation.round)
             console.print(f"  round {latest} over at {situation.now:.1f} s")
+        elif latest < situation.round:
+            del situation.closed[latest - situation.round :]
+            console.print(f"  back to round {latest} at {situation.now:.1f} s")
         situation.round = latest
         if coordinator.code == 0:
             ended = ended or now
