@@ -74,7 +74,7 @@ def calibrated(aim: Aim, folder: Path, console: Console) -> Calibration:
         )
         return known
     first = method("diloco", slices=aim.slices)
-    config = method("diloco", ROUNDS * round_tokens(first), aim.slices)
+    config = method("diloco", ROUNDS * round_tokens(first, aim.shares), aim.slices)
     cores = quotas(config, aim.shares, aim.cores)
     console.print(f"calibration: {ROUNDS} rounds of DiLoCo over links that are not scaled")
     began = time.monotonic()

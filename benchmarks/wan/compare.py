@@ -23,6 +23,7 @@ from benchmarks.wan.calibrate import Aim, Calibration, calibrated, lines, link_s
 from benchmarks.wan.network import require_tools
 from benchmarks.wan.preset import LAB_WAN, SHARES, method, round_tokens
 from benchmarks.wan.session import Setting, finished, run
+from benchmarks.wan.steady import steady
 from benchmarks.wan.world import Weather
 from geojax.config import RunConfig, require, with_seed
 from geojax.configs.geomesh import DEMO_INNER_STEPS, PUBLISHED_SYNC_SHARE
@@ -45,6 +46,8 @@ EACH_STEP = "data-parallel"
 EACH_STEP_STEPS = 50
 """Measured of data parallelism; its hours are extrapolated, and it has no perplexity."""
 QUICK_ROUNDS = 6
+EVALUATE_TOKENS = 200_000
+"""Between evaluations, of about 30,000 a round of equal work."""
 
 
 def add_command(commands) -> None:
@@ -76,7 +79,9 @@ def _compare(options: argparse.Namespace, console: Console) -> None:
         options.round_seconds,
     )
     folder, seeds = options.out.resolve(), 1 if options.quick else options.seeds
-    tokens = QUICK_ROUNDS * round_tokens(method("diloco", slices=slices)) if options.quick else None
+    tokens = None
+    if options.quick:
+        tokens = QUICK_ROUNDS * round_tokens(method("diloco", slices=slices), aim.shares)
     console.print(
         f"cost: a calibration first, then {seeds} x {len(options.methods)} runs one after another; "
         "how long follows from the calibration"
@@ -84,7 +89,7 @@ def _compare(options: argparse.Namespace, console: Console) -> None:
     calibration = calibrated(aim, folder, console)
     configs = {name: _config(name, tokens, slices, options.quick) for name in options.methods}
     if options.each_step:
-        configs[EACH_STEP] = _each_step(slices)
+        configs[EACH_STEP] = _each_step(aim)
     for line in lines(calibration, configs["diloco"]):
         console.print(line, soft_wrap=True)
     seconds = {name: run_seconds(calibration, config) for name, config in configs.items()}
@@ -96,37 +101,35 @@ def _compare(options: argparse.Namespace, console: Console) -> None:
     setting = Setting(aim.wan, Weather(calibration.rate_scale), calibration.cores)
     for seed in range(seeds):
         for name, config in configs.items():
-            place = folder / f"{name}-seed{seed}"
-            if finished(place):
+            place, seeded = folder / f"{name}-seed{seed}", with_seed(config, seed)
+            if finished(seeded, place):
                 console.print(f"{place} is finished already; delete it to train again")
                 continue
             console.print(f"{name}, seed {seed}")
-            for line in run(with_seed(config, seed), place, setting, console).lines():
+            for line in run(seeded, place, setting, console).lines():
                 console.print("  " + line, soft_wrap=True)
     _report(folder, tuple(configs), seeds, calibration, console)
 
 
 def _config(name: str, tokens: int | None, slices: Sequence[int], quick: bool) -> RunConfig:
     config = method(name, tokens, slices)
+    shown = replace(config.eval, every_tokens=EVALUATE_TOKENS)
     if quick:
-        config = replace(config, eval=replace(config.eval, every_tokens=0, sequences=32))
-    return config
+        shown = replace(shown, every_tokens=0, sequences=32)
+    return replace(config, eval=shown)
 
 
-def _each_step(slices: Sequence[int]) -> RunConfig:
-    first = method(EACH_STEP, slices=slices)
-    config = method(EACH_STEP, EACH_STEP_STEPS * round_tokens(first), slices)
+def _each_step(aim: Aim) -> RunConfig:
+    first = method(EACH_STEP, slices=aim.slices)
+    config = method(EACH_STEP, EACH_STEP_STEPS * round_tokens(first, aim.shares), aim.slices)
     return replace(config, eval=replace(config.eval, every_tokens=0, sequences=32))
 
 
 def run_seconds(calibration: Calibration, config: RunConfig) -> float:
     """What a run will take, evaluation left aside."""
-    shares, steps = calibration.aim.shares, config.balance.inner_steps
+    steps = config.balance.inner_steps
     assert steps, "the demo says so"
-    tokens = round_tokens(config)
-    if config.balance.mode == "adaptive":
-        tokens = int(tokens * sum(shares) / (len(shares) * min(shares)))
-    rounds = -(-config.train.total_tokens // tokens)
+    rounds = -(-config.train.total_tokens // round_tokens(config, calibration.aim.shares))
     compute = calibration.compute_seconds * steps / DEMO_INNER_STEPS
     wan = get_wan(calibration.aim.wan)
     link = link_seconds(config, wan, traffic(config).payload_bytes) / calibration.rate_scale
@@ -138,12 +141,16 @@ def _report(
 ) -> None:
     compared = [name for name in names if name != EACH_STEP]
     results: dict[str, list[Summary]] = {name: [] for name in compared}
+    recorded = []
     for seed in range(seeds):
         runs = {name: load_run(folder / f"{name}-seed{seed}") for name in compared}
         target = common_target(list(runs.values()))
         for name, found in runs.items():
             check_accounting(found)
-            results[name].append(summarise(found, target))
+            recorded.append(asdict(summarise(found, target)))
+            calm = steady(found)
+            check_accounting(calm)
+            results[name].append(summarise(calm, target))
     rows = {name: against(found, results["diloco"]) for name, found in results.items()}
     if EACH_STEP in names:
         rows[EACH_STEP] = _extrapolated(folder, seeds, results["diloco"])
@@ -151,7 +158,8 @@ def _report(
     machine = load_run(folder / "diloco-seed0").start
     console.print(
         f"Means over {seeds} seeds ± standard deviation; differences to DiLoCo seed by seed. "
-        f"Measured clock, evaluation not counted; {machine['machine']}."
+        "Measured clock; the first round, and each after an evaluation, counts as the mean of the "
+        f"others; {machine['machine']}."
         + (
             f" {EACH_STEP}: {EACH_STEP_STEPS} steps measured, the rest extrapolated."
             if EACH_STEP in names
@@ -169,6 +177,7 @@ def _report(
         "calibration": asdict(calibration),
         "summary": rows,
         "results": [asdict(s) for found in results.values() for s in found],
+        "results_with_starts_and_evaluations": recorded,
         "traffic": {name: lab["traffic"] for name, lab in labs.items()},
     }
     path = folder / "report.json"

@@ -10,6 +10,7 @@ from dataclasses import replace
 from geojax.config import ClockConfig, RunConfig, require
 from geojax.configs import METHODS, demo
 from geojax.configs.geomesh import PUBLISHED_SPEEDS
+from geojax.launch.processes import with_grpc
 
 SHARES = tuple(speed for _, speed in PUBLISHED_SPEEDS.values())
 """Of the processor, by slice of the demo."""
@@ -18,9 +19,9 @@ LAB_WAN = "geomesh-azure-no-latency"
 
 
 def measured(config: RunConfig) -> RunConfig:
-    """The same run by the measured clock."""
+    """The same run by the measured clock, a process a slice."""
     slices = tuple(replace(s, speed=None, gpu="", gpus=1) for s in config.slices)
-    return replace(config, clock=ClockConfig(), slices=slices)
+    return with_grpc(replace(config, clock=ClockConfig(), slices=slices))
 
 
 def method(name: str, tokens: int | None = None, slices: Sequence[int] | None = None) -> RunConfig:
@@ -37,11 +38,13 @@ def method(name: str, tokens: int | None = None, slices: Sequence[int] | None = 
     return measured(METHODS[name](base))
 
 
-def round_tokens(config: RunConfig) -> int:
-    """Of a round of equal work."""
+def round_tokens(config: RunConfig, shares: Sequence[float]) -> int:
+    """Of a round of slices with these shares of the processor."""
     assert config.balance.inner_steps, "the demo says so"
-    sequences = len(config.slices) * config.balance.inner_steps * max(config.balance.batch_sizes)
-    return sequences * config.data.seq_len
+    work = config.balance.inner_steps * max(config.balance.batch_sizes) * config.data.seq_len
+    if config.balance.mode == "adaptive":  # the slowest does as much as under equal work
+        return int(work * sum(shares) / min(shares))
+    return work * len(shares)
 
 
 def quotas(config: RunConfig, shares: Sequence[float], cores: float) -> dict[str, float]:

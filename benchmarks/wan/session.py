@@ -20,7 +20,6 @@ from benchmarks.wan.lab import Lab, open_lab
 from benchmarks.wan.traffic import Report, traffic_report
 from benchmarks.wan.world import PORT, Node, Weather, make_world
 from geojax.config import ConfigError, RunConfig, RunError, require
-from geojax.launch.processes import with_grpc
 from geojax.meshes.wan import get_wan
 from geojax.runs import read_config, save_config
 from geojax.track.metrics import read_records, to_json, write_atomically
@@ -94,9 +93,13 @@ Trouble = Callable[[Situation], None]
 """Called several times a second."""
 
 
-def finished(folder: Path) -> bool:
+def finished(config: RunConfig, folder: Path) -> bool:
+    """Whether this run is over in `folder`. ConfigError where that holds another one."""
     path = folder / "metrics.jsonl"
-    return path.exists() and any(r["kind"] == "end" for r in read_records(path))
+    if not path.exists():
+        return False
+    _claim(config, folder)
+    return any(r["kind"] == "end" for r in read_records(path))
 
 
 def run(
@@ -106,11 +109,11 @@ def run(
     console: Console,
     trouble: Trouble = lambda situation: None,
 ) -> Report:
-    """Train `config` with `folder` as its run folder, new or not; what went over the links.
+    """Train `config`, a process a slice, with `folder` as its run folder, new or not; what went
+    over the links.
 
     ConfigError, also for a folder that holds another run; RunError where a process fails for good.
     """
-    config = with_grpc(config)
     world = make_world(
         get_wan(setting.wan),
         [(s.name, s.region) for s in config.slices],

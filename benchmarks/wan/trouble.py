@@ -64,7 +64,7 @@ def add_commands(commands) -> None:
     for parser, rounds in ((slow, 24), (broken, 40)):
         name = parser.prog.split()[-1]
         parser.add_argument("--out", type=Path, default=Path(f"runs/wan-{name}"), help="folder")
-        parser.add_argument("--rounds", type=int, default=rounds, help="of equal work")
+        parser.add_argument("--rounds", type=int, default=rounds, help="about as many")
         parser.add_argument("--slices", type=int, default=4, help="the demo's first ones")
         parser.add_argument("--wan", default=LAB_WAN, help="WAN by name, or a CSV file")
         parser.add_argument("--rate-scale", type=float, default=0.002, help="of all rates")
@@ -88,8 +88,8 @@ def _throttle(options: argparse.Namespace, console: Console) -> None:
 
     for name, replan in (("replan", REPLAN), ("no-replan", None)):
         place = folder / name
-        if not finished(place):
-            changed = replace(config, balance=replace(config.balance, replan=replan))
+        changed = replace(config, balance=replace(config.balance, replan=replan))
+        if not finished(changed, place):
             run(changed, place, setting, console, slow)
         found[name] = load_run(place)
         check_accounting(found[name])
@@ -237,7 +237,8 @@ def time_lost(closed: Sequence[float], disturbed: Sequence[int]) -> list[float]:
 def _prepared(options: argparse.Namespace) -> tuple[RunConfig, Setting]:
     require(2 <= options.slices <= len(SHARES), f"--slices must lie in 2..{len(SHARES)}")
     slices = tuple(range(options.slices))
-    tokens = options.rounds * round_tokens(method("geomesh", slices=slices))
+    shares = SHARES[: options.slices]
+    tokens = options.rounds * round_tokens(method("geomesh", slices=slices), shares)
     config = method("geomesh", tokens, slices)
     config = replace(
         config,
@@ -245,7 +246,6 @@ def _prepared(options: argparse.Namespace) -> tuple[RunConfig, Setting]:
         checkpoint=replace(config.checkpoint, every_rounds=5),
     )
     cores = options.cores or 0.8 * len(usable_cores())
-    shares = SHARES[: options.slices]
     weather = Weather(options.rate_scale)
     return config, Setting(options.wan, weather, quotas(config, shares, cores))
 
