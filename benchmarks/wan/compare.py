@@ -83,8 +83,8 @@ def _compare(options: argparse.Namespace, console: Console) -> None:
     if options.quick:
         tokens = QUICK_ROUNDS * round_tokens(method("diloco", slices=slices), aim.shares)
     console.print(
-        f"cost: a calibration first, then {seeds} x {len(options.methods)} runs one after another; "
-        "how long follows from the calibration"
+        f"cost: a calibration first, then {seeds} x {len(options.methods) + options.each_step} runs, "
+        "one after another; how long follows from it"
     )
     calibration = calibrated(aim, folder, console)
     configs = {name: _config(name, tokens, slices, options.quick) for name in options.methods}
