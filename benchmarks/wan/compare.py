@@ -82,9 +82,9 @@ def _compare(options: argparse.Namespace, console: Console) -> None:
     tokens = None
     if options.quick:
         tokens = QUICK_ROUNDS * round_tokens(method("diloco", slices=slices), aim.shares)
+    runs = seeds * (len(options.methods) + options.each_step)
     console.print(
-        f"cost: a calibration first, then {seeds} x {len(options.methods) + options.each_step} runs, "
-        "one after another; how long follows from it"
+        f"cost: a calibration first, then {runs} runs one after another; how long follows from it"
     )
     calibration = calibrated(aim, folder, console)
     configs = {name: _config(name, tokens, slices, options.quick) for name in options.methods}
