@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.wan.calibrate import Aim, Calibration, calibrated, lines, link_seconds, parts
 from benchmarks.wan.network import require_tools
 from benchmarks.wan.preset import LAB_WAN, SHARES, method, round_tokens
-from benchmarks.wan.session import Setting, finished, run
+from benchmarks.wan.session import Setting, finished, run, start_rounds
 from benchmarks.wan.steady import steady
 from benchmarks.wan.world import Weather
 from geojax.config import RunConfig, require, with_seed
@@ -148,7 +148,7 @@ def _report(
         for name, found in runs.items():
             check_accounting(found)
             recorded.append(asdict(summarise(found, target)))
-            calm = steady(found)
+            calm = steady(found, start_rounds(found.folder))
             check_accounting(calm)
             results[name].append(summarise(calm, target))
     rows = {name: against(found, results["diloco"]) for name, found in results.items()}
@@ -158,7 +158,7 @@ def _report(
     machine = load_run(folder / "diloco-seed0").start
     console.print(
         f"Means over {seeds} seeds ± standard deviation; differences to DiLoCo seed by seed. "
-        "Measured clock; the first round, and each after an evaluation, counts as the mean of the "
+        "Measured clock; a round after a start or an evaluation counts as the mean of the "
         f"others; {machine['machine']}."
         + (
             f" {EACH_STEP}: {EACH_STEP_STEPS} steps measured, the rest extrapolated."

@@ -2,11 +2,13 @@
 """A run without what starting and evaluating add to its clock.
 
 Slices compile and evaluate at their own speed, so they begin the round after it at different times,
-and the first ones wait in it. Here the first round, and each that follows an evaluation, counts as
-the mean of all others. Invariant: accounts still add up, and no round that is left is changed.
+and the first ones wait in it. Here a round in which processes were started, as the first one, and
+each that follows an evaluation, counts as the mean of all others. Invariant: accounts still add up,
+and no round that is left is changed.
 """
 
 import statistics
+from collections.abc import Iterable
 from dataclasses import replace
 
 from geojax.config import require
@@ -15,13 +17,14 @@ from geojax.track.summary import PARTS, Run
 _FIELDS = tuple(f"{part}_seconds" for part in PARTS)
 
 
-def steady(run: Run) -> Run:
-    """ConfigError where no round is left to take the mean of, or a slice was not in all of them."""
-    disturbed = {1} | {record["round"] + 1 for record in run.evals}
+def steady(run: Run, starts: Iterable[int] = (1,)) -> Run:
+    """`starts`: rounds in which processes were started. ConfigError where no round is left to take
+    the mean of, or a slice was not in all of them."""
+    disturbed = {*starts} | {record["round"] + 1 for record in run.evals}
     usual = [r for r in run.rounds if r["round"] not in disturbed]
     require(
         usual,
-        f"{run.folder}: each of its {len(run.rounds)} rounds is the first or follows an "
+        f"{run.folder}: each of its {len(run.rounds)} rounds follows a start or an "
         "evaluation; evaluate less often",
     )
     mean = statistics.fmean(r["round_seconds"] for r in usual)

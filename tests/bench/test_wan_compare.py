@@ -121,6 +121,8 @@ def test_starts_and_evaluations_are_left_out_and_accounts_add_up():
     assert [r["round_seconds"] for r in calm.rounds] == pytest.approx([mean, 4, mean, 6, 8])
     assert [r["seconds"] for r in calm.evals] == pytest.approx([0, mean + 4, calm.seconds])
     assert calm.slices[0]["compute_seconds"] == pytest.approx((1 + 1 + 3) / 3)
+    again = steady(replace(run, evals=evals), [1, 4])  # stopped after round 3
+    assert [r["round_seconds"] for r in again.rounds] == pytest.approx([6, 4, 6, 6, 8])
     with pytest.raises(ConfigError, match="evaluate less often"):
         steady(replace(made_up_run([(9, (1, 1)), (9, (1, 1))]), evals=(*evals[:1], {"round": 1})))
     with pytest.raises(ConfigError, match="left out of 1 rounds"):
