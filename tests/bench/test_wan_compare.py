@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of benchmarks/wan: bytes, calibration, comparisons in pairs, and what trouble costs."""
+
+import io
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks.wan.calibrate import Aim, calibrate, link_seconds
+from benchmarks.wan.compare import against, run_seconds, table
+from benchmarks.wan.network import FRAME_BYTES, HEADER_BYTES, Counters
+from benchmarks.wan.preset import method, quotas
+from benchmarks.wan.steady import steady
+from benchmarks.wan.traffic import framing_bytes, traffic_report
+from benchmarks.wan.trouble import SIGNALS, draw_events, idle_by_round, time_lost
+from benchmarks.wan.world import Weather, make_world
+from geojax.config import ConfigError
+from geojax.meshes.wan import get_wan
+from geojax.track.summary import Run, Summary, check_accounting
+
+AIM = Aim("geomesh-azure-no-latency", (2.57, 1.0), 1.4, (0, 3), 0.658, 2.0)
+
+
+def test_traffic_is_divided_into_exchange_and_coordinator_and_adds_up():
+    """Two slices send each other 10,000 bytes in 10 packets, and the coordinator 100 in one, which
+    says 50 back to each."""
+    slices = [("east", "eastus"), ("korea", "koreacentral")]
+    world = make_world(get_wan(AIM.wan), slices, "eastus", Weather())
+    zero = {i: Counters(dict.fromkeys(range(3), 0), 0, 0, 0, 0) for i in range(3)}
+    after = {
+        0: Counters({1: 50 + 66, 2: 50 + 66}, 2 * (100 + 52), 2 * (50 + 52), 2, 2),
+        1: Counters({0: 166, 2: 10_660}, 10_520 + 102, 10_520 + 152, 11, 11),
+        2: Counters({0: 166, 1: 10_660}, 10_520 + 102, 10_520 + 152, 11, 11),
+    }
+    records = [
+        {"kind": "slice", "round": n, "sent_bytes": size}
+        for n, size in ((1, 7), (2, 9_000), (2, 9_500))
+    ]
+    report = traffic_report(world, zero, after, {}, records, first_round=1)
+    assert report.reported_bytes == 18_500
+    assert report.exchange_payload_bytes == 20_000
+    assert report.control_payload_bytes == 300
+    assert report.exchange_interface_bytes == 21_320
+    assert report.control_interface_bytes == 2 * 166 + 2 * 116
+    assert report.payload_excess == pytest.approx(20_000 / 18_500 - 1)
+    with_proxies = traffic_report(
+        world,
+        zero,
+        after,
+        {
+            "coordinator": {"east": {"forward_bytes": 0, "back_bytes": 0}},
+            "east": {
+                "coordinator": {"forward_bytes": 100, "back_bytes": 50},
+                "korea": {"forward_bytes": 10_000, "back_bytes": 3},
+            },
+        },
+        records,
+        first_round=1,
+    )
+    assert with_proxies.exchange_payload_bytes == 10_003
+    assert with_proxies.control_payload_bytes == 150
+
+
+def test_framing_is_headers_of_full_segments_and_of_acknowledgements():
+    header = FRAME_BYTES + HEADER_BYTES
+    assert framing_bytes(0) == 0
+    assert framing_bytes(1) == 2 * header
+    assert framing_bytes(2 * 1448) == 3 * header
+    assert framing_bytes(1_448_000) / 1_448_000 == pytest.approx(1.5 * 66 / 1448)
+
+
+def made_up_run(rounds, slices=("h100", "rtx-6000-ada"), payload=533_792) -> Run:
+    """Rounds of (seconds, compute of each slice)."""
+    records, seconds = [], 0.0
+    for number, (whole, _) in enumerate(rounds, 1):
+        seconds += whole
+        records.append({"round": number, "round_seconds": whole, "seconds": seconds})
+    parts = [
+        {
+            "round": number,
+            "slice": name,
+            "compute_seconds": own,
+            "straggler_seconds": max(compute) - own,
+            "wan_seconds": whole - max(compute),
+            "outer_seconds": 0.0,
+        }
+        for number, (whole, compute) in enumerate(rounds, 1)
+        for name, own in zip(slices, compute, strict=True)
+    ]
+    start = {"payload_bytes": payload}
+    return Run("x", Path("x"), start, tuple(parts), tuple(records), (), None)
+
+
+def test_calibration_gives_rounds_of_the_length_and_share_that_are_asked_for():
+    config = method("diloco", slices=AIM.slices)
+    cores = quotas(config, AIM.shares, AIM.cores)
+    run = made_up_run([(9.0, (5.0, 8.0)), (0.8, (0.2, 0.5)), (0.8, (0.2, 0.5))])
+    found = calibrate(AIM, config, cores, run, 30.0)
+    assert found.compute_seconds == pytest.approx(2.0)
+    assert found.cores == pytest.approx({name: c / 4 for name, c in cores.items()})
+    wan = get_wan(AIM.wan)
+    link = link_seconds(config, wan, 533_792) / found.rate_scale
+    exchange = found.fixed_seconds + link
+    assert exchange / (exchange + found.compute_seconds) == pytest.approx(0.658)
+    assert run_seconds(found, config) == pytest.approx(30 + 174 * (exchange + 2.0), rel=0.01)
+    slow = made_up_run([(9.0, (5.0, 8.0)), (6.3, (3.0, 6.0))])
+    assert calibrate(AIM, config, cores, slow, 30.0).cores == pytest.approx(cores)
+    with pytest.raises(ConfigError, match="raise --round-seconds"):
+        calibrate(AIM, config, cores, made_up_run([(9, (1, 1)), (9, (1, 1))]), 30.0)
+
+
+def test_starts_and_evaluations_are_left_out_and_accounts_add_up():
+    run = made_up_run([(30.0, (1, 2)), (4.0, (1, 2)), (9.0, (1, 2)), (6.0, (1, 4)), (8.0, (3, 3))])
+    evals = tuple({"round": n, "seconds": 0.0, "perplexity": 9.0} for n in (0, 2, 5))
+    calm = steady(replace(run, evals=evals))
+    check_accounting(calm)
+    mean = (4 + 6 + 8) / 3
+    assert [r["round_seconds"] for r in calm.rounds] == pytest.approx([mean, 4, mean, 6, 8])
+    assert [r["seconds"] for r in calm.evals] == pytest.approx([0, mean + 4, calm.seconds])
+    assert calm.slices[0]["compute_seconds"] == pytest.approx((1 + 1 + 3) / 3)
+    again = steady(replace(run, evals=evals), [1, 4])  # stopped after round 3
+    assert [r["round_seconds"] for r in again.rounds] == pytest.approx([6, 4, 6, 6, 8])
+    with pytest.raises(ConfigError, match="evaluate less often"):
+        steady(replace(made_up_run([(9, (1, 1)), (9, (1, 1))]), evals=(*evals[:1], {"round": 1})))
+    with pytest.raises(ConfigError, match="left out of 1 rounds"):
+        steady(replace(run, slices=run.slices[:-1]))
+
+
+def test_differences_are_taken_seed_by_seed():
+    def runs(hours):
+        base = Summary("m", 0, "measured", 1.0, 20.0, 19.0, 2.0, 100, 0.2, 0.6, 1, 1, 1, 50)
+        return [replace(base, hours_to_target=h) for h in hours]
+
+    row = against(runs([0.5, 1.0]), runs([1.0, 2.0]))
+    assert row["time_saved"] == {"mean": 0.5, "deviation": 0.0}  # though hours vary twofold
+    assert against(runs([0.5, None]), runs([1.0, 2.0]))["time_saved"] is None
+    shown = Console(width=120, file=io.StringIO())
+    shown.print(table({"m": row, "each step": {}}))
+    assert "50.0±0.0%" in shown.file.getvalue()
+
+
+def test_trouble_comes_at_moments_that_a_seed_decides():
+    names = ["coordinator", "a", "b"]
+    events = draw_events(names, 15, 40, seed=3)
+    assert events == draw_events(names, 15, 40, seed=3) != draw_events(names, 15, 40, seed=4)
+    numbers = [e.round for e in events]
+    assert min(numbers) >= 3
+    assert max(numbers) < 39
+    assert all(b - a >= 2 for a, b in pairwise(numbers))
+    assert {e.name for e in events} == set(names)
+    assert {e.signal for e in events} == set(SIGNALS)
+    with pytest.raises(ConfigError, match=r"--events 19 must lie in 1\.\.18"):
+        draw_events(names, 19, 40, seed=3)
+
+
+def test_time_lost_is_over_the_rounds_that_nothing_disturbed():
+    lengths = [30, 2, 2, 2, 7, 3, 2, 2, 2, 12, 2, 2]  # the first holds the start
+    closed = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    assert time_lost(closed, [5, 10]) == pytest.approx([5 + 1, 10 + 0])
+    assert time_lost(closed, []) == []
+
+
+def test_straggler_idle_of_a_round_is_that_of_the_slice_that_waits_longest():
+    run = made_up_run([(4.0, (1.0, 1.0)), (4.0, (1.0, 3.0))])
+    assert idle_by_round(run) == pytest.approx([0.0, 0.5])
