@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples for clusters start what they say, under schedulers that do nothing but start."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from geojax.cli import main
+from geojax.track.metrics import read_records
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "launch"
+CONFIG = """
+from geojax.config import *
+from geojax.models.config import TransformerConfig
+
+def config():
+    return RunConfig(
+        name="apart",
+        model=TransformerConfig(257, dim=16, layers=1, heads=2, kv_heads=2, mlp_dim=24),
+        data=DataConfig(
+            source=SourceConfig(kind="files", paths=("words.txt",)),
+            tokenizer=TokenizerConfig(vocab_size=257),
+            seq_len=16,
+            valid_fraction=0.2,
+        ),
+        train=TrainConfig(
+            total_tokens=4 * 8 * 4 * 16,
+            optimizer=OptimizerConfig(name="lion", learning_rate=1e-3),
+            compute_dtype="float32",
+        ),
+        slices=(
+            SliceConfig("east", region="eastus", speed=1.0),
+            SliceConfig("west", region="westus2", speed=1.0),
+        ),
+        balance=BalanceConfig(inner_steps=4, batch_sizes=(4,)),
+        exchange=ExchangeConfig(schedule="gather"),
+        clock=ClockConfig(
+            kind="modelled", wan="geomesh-azure", base_step_seconds=1.0, base_batch=4
+        ),
+        eval=EvalConfig(sequences=16, batch=8),
+    )
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder with a config, a text, and `geojax` and `srun` on the path."""
+    (tmp_path / "run.py").write_text(CONFIG)
+    lines = (f"{i} quick brown foxes jump over {i % 7} lazy dogs" for i in range(900))
+    (tmp_path / "words.txt").write_text("\n\n".join(lines))
+    programs = {"geojax": f'exec {sys.executable} -m geojax "$@"', "srun": 'exec "$@"'}
+    (tmp_path / "bin").mkdir()
+    for name, line in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    return tmp_path
+
+
+@pytest.fixture
+def ports():
+    """Three in a row that are free."""
+    for first in range(20_000 + os.getpid() % 5_000, 60_000, 7):
+        try:
+            for port in range(first, first + 3):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
+    raise AssertionError("no ports are free")
+
+
+def start(place, script, *args, **environment):
+    inherited = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    inherited["PATH"] = f"{place / 'bin'}{os.pathsep}{inherited['PATH']}"
+    shell = "bash" if script.endswith(".sbatch") else "sh"
+    return subprocess.Popen(
+        [shell, str(EXAMPLES / script), *args],
+        cwd=place,
+        env=inherited | {"CONFIG": "run.py", "BIND": "127.0.0.1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for(started, run):
+    try:
+        for process in reversed(started):  # slices first: the coordinator would wait for them
+            output, _ = process.communicate(timeout=240)
+            assert process.returncode == 0, output
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    records = list(read_records(run / "metrics.jsonl"))
+    assert records[-1]["kind"] == "end"
+    assert {r["slice"] for r in records if r["kind"] == "slice"} == {"east", "west"}
+
+
+@pytest.mark.runs
+def test_slurm_jobs_of_two_slices(place, ports):
+    started = [start(place, "coordinator.sh", PORT=str(ports))]
+    for i, name in enumerate(("east", "west"), 1):
+        at = {"COORDINATOR": f"127.0.0.1:{ports}", "PORT": str(ports + i)}
+        started.append(start(place, "slice.sbatch", SLICE=name, **at))
+    wait_for(started, place / "runs" / "apart")
+
+
+@pytest.mark.runs
+def test_ranks_of_open_mpi(place, ports):
+    started = [
+        start(
+            place,
+            *("rank.sh", "127.0.0.1", "east", "west"),
+            PORT=str(ports),
+            OMPI_COMM_WORLD_RANK=str(rank),
+        )
+        for rank in range(3)
+    ]
+    wait_for(started, place / "runs" / "apart")
+
+
+def test_a_slurm_job_without_a_slice_says_what_is_missing(place):
+    job = start(place, "slice.sbatch")
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode
+    assert "SLICE: which slice of the config this job is" in output
+
+
+def test_commands_of_the_job_set_are_ours(capsys):
+    """Each slice's command is one that `geojax train` understands: it asks for help at its end."""
+    jobs = yaml.safe_load((EXAMPLES / "jobset.yaml").read_text())["spec"]["replicatedJobs"]
+    pods = {job["name"]: job["template"]["spec"]["template"]["spec"] for job in jobs}
+    assert set(pods) == {"coordinator", "east", "west"}
+    for name, pod in pods.items():
+        (container,) = pod["containers"]
+        mounts = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounts == {volume["name"] for volume in pod["volumes"]}
+        if name == "coordinator":
+            assert (EXAMPLES / container["command"][-1]).is_file()
+            continue
+        program, *args = container["command"]
+        assert program == "geojax"
+        options = dict(arg.split("=") for arg in args[2:])
+        assert options["--slice"] == name
+        assert options["--grpc.advertise"] == f"apart-{name}-0-0.apart"
+        with pytest.raises(SystemExit) as ended:
+            main([*args, "--help"])
+        assert ended.value.code == 0
+        assert "--grpc.advertise" in capsys.readouterr().out
