@@ -173,14 +173,20 @@ def answer(cell: Cell, model: Model, rows: tasks.TaskRows, steps: int) -> np.nda
         depths,
         cell.builder,
     )
-    prefix = int(rows.prefix_len[0])  # the same of all
+    return right_by(engine, rows, steps)
 
-    def of_engine(asks: Sequence[Request]) -> list[np.ndarray]:
+
+def right_by(engine: Engine, rows: tasks.TaskRows, steps: int) -> np.ndarray:
+    """Whether the engine's answers are right [b]; all rows have prefixes of one length, each its
+    own, and none is stored from one batch to the next."""
+    prefix = int(rows.prefix_len[0])
+
+    def answer(asks: Sequence[Request]) -> list[np.ndarray]:
         found = engine.answer([Job(ask, (prefix,)) for ask in asks])
         engine.store.purge()
         return [x.tokens for x in found]
 
-    return right(rows, steps, of_engine)
+    return right(rows, steps, answer)
 
 
 def _cached(folder: Path, cell: Cell, model: Model, rows: tasks.TaskRows, steps: int) -> np.ndarray:

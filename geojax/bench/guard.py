@@ -17,17 +17,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from geojax.bench.bicache import SHARES
+from geojax.bench.bicache import SHARES, right_by
 from geojax.bicache.depth import Depths, Guard
-from geojax.bicache.engine import Engine, Job, Sizes
+from geojax.bicache.engine import Engine, Sizes
 from geojax.bicache.policy import get_policy
 from geojax.bicache.profile import profile_share
 from geojax.bicache.table import guard_of, task_requests
 from geojax.config import require
 from geojax.data import tasks
-from geojax.diffusion.exact import LENGTH, STEPS, require_tasks, right
+from geojax.diffusion.exact import LENGTH, STEPS, require_tasks
 from geojax.diffusion.load import Model, load
-from geojax.diffusion.request import Request
 from geojax.models.transformer import Transformer
 from geojax.track.environment import machine
 from geojax.track.metrics import to_json, write_atomically
@@ -127,13 +126,7 @@ def _watch(model: Model, guard: Guard, name: str, share: float, options: GuardOp
         engine = Engine(
             model.sampler(), get_policy(policy, options.every), sizes, depths, guard=watching
         )
-
-        def answer(asks: Sequence[Request]) -> list[np.ndarray]:
-            found = engine.answer([Job(ask, (int(rows.prefix_len[0]),)) for ask in asks])
-            engine.store.purge()
-            return [x.tokens for x in found]
-
-        return engine, right(rows, STEPS, answer)
+        return engine, right_by(engine, rows, STEPS)
 
     _, plain = answers("refresh", None)
     _, shared = answers("bicache", None)

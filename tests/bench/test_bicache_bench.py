@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from geojax.bench.bicache import BicacheOptions, cells, compare, run_bicache
+from geojax.bench.guard import GuardOptions, run_guard
 from geojax.bicache.depth import Depths
 from geojax.config import ConfigError
 from geojax.data import tasks
@@ -68,8 +69,19 @@ def test_a_second_start_takes_what_was_answered(folder, tmp_path, capsys):
     assert len(json.loads((tmp_path / "bicache.json").read_text())["results"]) == len(first)
 
 
+@pytest.mark.full
+def test_the_guard_is_asked_about_every_task_and_counts_what_it_costs(folder, tmp_path):
+    options = GuardOptions(folder, depth=1, count=2, every=4, json=tmp_path / "guard.json")
+    found = run_guard(options)
+    assert {w.task for w in found} == {task.name for task in tasks.TASKS}
+    assert all(w.requests == 2 and 0 <= w.retreats <= 2 and w.extra > 0 for w in found)
+    assert len(json.loads((tmp_path / "guard.json").read_text())["watches"]) == len(found)
+
+
 def test_bad_input_is_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match="count 1 must be at least 2"):
         run_bicache(BicacheOptions(folder, out=tmp_path, count=1))
+    with pytest.raises(ConfigError, match=r"depth 2 must lie in 1\.\.1"):
+        run_guard(GuardOptions(folder, depth=2))
     with pytest.raises(ConfigError, match=r"no task is named \['swap'\]"):
         run_bicache(BicacheOptions(folder, out=tmp_path, tasks=("swap",)))
