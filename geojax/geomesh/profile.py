@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What slices can do, measured here: seconds a step and bytes by batch, after compilation."""
+"""What slices can do, measured here: seconds a step and bytes by batch, after compilation.
 
+Invariant: what does not compile, or runs out of memory, is left out; the rest is measured.
+"""
+
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,15 +13,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from geojax.config import RunConfig
+from geojax.config import ConfigError, RunConfig
 from geojax.data import empty_batch
 from geojax.geomesh.balance import Option, SliceProfile
 from geojax.meshes.aot import compiled_memory
 from geojax.meshes.strategy import Strategy
 from geojax.models.transformer import Params
+from geojax.train.agree import reason
 from geojax.train.program import Program
 from geojax.train.step import TrainState, init_state
 
+_LOG = logging.getLogger(__name__)
 _SECONDS = 0.3  # of steps to time, at least
 
 
@@ -32,15 +38,24 @@ def measured_profiles(
     params: Params,
 ) -> list[SliceProfile]:
     """Profiles of the local slices by the `strategies` of each; slices on the same devices by the
-    same strategies share one measurement.
+    same strategies share one measurement. ConfigError where a slice can run none of its own.
     """
-    measured: dict[Any, Option] = {}
+    measured: dict[Any, Option | str] = {}
     options = []
-    for row, choices in zip(devices, strategies, strict=True):
+    for s, row, choices in zip(config.slices, devices, strategies, strict=True):
         for strategy in choices:
             if (row, strategy) not in measured:
-                measured[row, strategy] = _measure(config, make_program(row, strategy), params)
-        options.append(tuple(measured[row, strategy] for strategy in choices))
+                measured[row, strategy] = _try(config, row, strategy, make_program, params)
+        found = {strategy: measured[row, strategy] for strategy in choices}
+        failed = {str(k): why for k, why in found.items() if isinstance(why, str)}
+        for name, why in failed.items():
+            _LOG.warning("slice %s does without %s, which failed: %s", s.name, name, why)
+        if len(failed) == len(found):
+            raise ConfigError(
+                f"slice {s.name}: none of {', '.join(failed)} ran here; the last: {why}; give it "
+                "smaller batches, or more devices"
+            )
+        options.append(tuple(x for x in found.values() if isinstance(x, Option)))
     sharers = Counter(device for row in devices for device in row)
     profiles = []
     for s, row, row_options in zip(config.slices, devices, options, strict=True):
@@ -49,6 +64,21 @@ def measured_profiles(
             limit //= max(sharers[device] for device in row)
         profiles.append(SliceProfile(s.name, row_options, limit))
     return profiles
+
+
+def _try(
+    config: RunConfig,
+    row: tuple[jax.Device, ...],
+    strategy: Strategy,
+    make_program: MakeProgram,
+    params: Params,
+) -> Option | str:
+    """As measured; or why it could not be. Nothing of a failure stays but its text: its frames
+    would hold arrays."""
+    try:
+        return _measure(config, make_program(row, strategy), params)
+    except jax.errors.JaxRuntimeError as failure:
+        return reason(failure)
 
 
 def _measure(config: RunConfig, program: Program, params: Params) -> Option:

@@ -7,12 +7,13 @@ as known and at both ends of its interval. A slice's steps count as if it traine
 of all slices add up; what merging takes out of their noise is not counted.
 
 Invariant: `decide` looks at nothing but its arguments, all of which a run writes down and saves, so
-a run that is resumed, or replayed, has the same plans. Options are profiled once, at the start.
+a run that is resumed, or replayed, has the same plans. Options are profiled once, at the start; one
+that fails later is refused from then on.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -36,7 +37,8 @@ from geojax.geomesh.balance import (
     progress_rate,
 )
 
-_CHANGE_SECONDS = 5.0  # expected of a change of plan under the measured clock
+_CHANGE_SECONDS = 5.0  # expected of the first change of plan under the measured clock
+_CHANGE_MEMORY = 0.5  # weight of the last change in what is expected of the next
 _LARGE_NOISE = 1e18  # stands for infinite noise, where no step is worth anything
 _LARGE_GAIN = 1e9  # over a plan that makes no progress
 
@@ -137,6 +139,8 @@ class Planner:
         self.watch = NoiseWatch(noise) if noise else None
         """The gradient's noise, of all slices together; None without CONA."""
         self._rounds_here, self._steps = 0, [0] * len(config.slices)
+        modelled = config.clock.kind == "modelled"
+        self._change_seconds = config.clock.switch_seconds if modelled else _CHANGE_SECONDS
 
     def scale(self, index: int) -> float:
         """Factor on the learning rate of slice `index`, in the next round."""
@@ -175,7 +179,7 @@ class Planner:
             self._profiles,
             self._exchange_seconds,
             (noise.value, noise.low, noise.high) if noise else None,
-            config.clock.switch_seconds if config.clock.kind == "modelled" else _CHANGE_SECONDS,
+            self._change_seconds,
         )
         return now, decide(now, config.balance, config.cona, _rule(config))
 
@@ -183,9 +187,32 @@ class Planner:
         """What later plans are made of, from now on."""
         self._profiles, self._exchange_seconds = tuple(profiles), exchange_seconds
 
-    def changed(self, plan: Plan) -> None:
-        """`plan` is in force from the next round on."""
+    def changed(self, plan: Plan, seconds: float | None = None) -> None:
+        """`plan` is in force from the next round on; the change took `seconds`, where that is
+        known."""
         self.plan, self._rounds_here = plan, 0
+        if seconds is not None:
+            self._change_seconds += _CHANGE_MEMORY * (seconds - self._change_seconds)
+
+    def refuse(self, work: SliceWork, out_of_memory: bool = False) -> None:
+        """That option failed, and is in no later plan; where it ran out of memory, so are all
+        of its slice that take as much or more, but the one in force."""
+
+        def kept(option: Option, size: int, mine: SliceWork) -> bool:
+            if option.strategy == mine.strategy and option.batch == mine.batch:
+                return True
+            failed = option.strategy == work.strategy and option.batch == work.batch
+            return not failed and not (out_of_memory and size and option.memory_bytes >= size)
+
+        profiles = []
+        for profile, mine in zip(self._profiles, self.plan.work, strict=True):
+            if profile.name == work.name:
+                named = {(o.strategy, o.batch): o for o in profile.options}
+                size = named[work.strategy, work.batch].memory_bytes
+                options = tuple(o for o in profile.options if kept(o, size, mine))
+                profile = replace(profile, options=options)
+            profiles.append(profile)
+        self._profiles = tuple(profiles)
 
     def state(self) -> dict[str, Any]:
         """For JSON; `restored` goes on from it."""
@@ -195,6 +222,7 @@ class Planner:
                 "profiles": [asdict(p) for p in self._profiles],
                 "exchange_seconds": self._exchange_seconds,
                 "rounds_here": self._rounds_here,
+                "change_seconds": self._change_seconds,
                 "steps": self._steps,
                 "noise": self.watch.state(),
             }
@@ -215,6 +243,7 @@ class Planner:
         assert planner.watch is not None, "cona asks for noise"
         planner.watch.restore(state["noise"])
         planner._rounds_here, planner._steps = state["rounds_here"], list(state["steps"])
+        planner._change_seconds = state["change_seconds"]
         return planner
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from geojax.config import ConfigError, LostRunError, RunConfig
 from geojax.data import Corpus, TaskSet, allot
-from geojax.geomesh.balance import Plan
+from geojax.geomesh.balance import Plan, SliceWork
 from geojax.geomesh.checkpoint import Position, checkpoint_tree
 from geojax.geomesh.clock import (
     Clock,
@@ -57,6 +57,7 @@ from geojax.models.transformer import Params, init_params
 from geojax.platform import Watchdog
 from geojax.track.console import RunConsole, format_seconds
 from geojax.track.metrics import MetricsWriter
+from geojax.train.agree import out_of_memory, reason
 from geojax.train.checkpoint import Checkpoints
 from geojax.train.initial import read_init
 from geojax.train.origin import check_origin, origin
@@ -230,16 +231,23 @@ class Trainer:
         if decision.kind == "keep":
             return
         started = time.perf_counter()
-        self._planner.changed(decision.plan)
         with self._watchdog.pause():
-            for worker, work in zip(self.workers, self.plan.work, strict=True):
-                strategy = work_strategy(self.config, worker.index, work)
-                program = self._program(worker.devices, strategy)
-                worker.take_up(work, chunk_steps(self.config, self.plan), program)
+            failed = self._take_up(decision.plan)
         seconds = time.perf_counter() - started
         if self.config.clock.kind == "modelled":
             seconds = self.config.clock.switch_seconds
         position.seconds += seconds
+        if failed:
+            work, why = failed
+            self._planner.refuse(work, out_of_memory(why))
+            what = {"slice": work.name, "strategy": work.strategy, "why": why}
+            self._metrics.write("refused", **facts, **what, switch_seconds=seconds)
+            console.warn(
+                f"round {position.round}, slice {work.name}: {work.strategy} cannot run here, and "
+                f"is left out from now on: {why}"
+            )
+            return
+        self._planner.changed(decision.plan, seconds)
         places = {"from": str(before), "to": str(self.plan)}
         why = {"why": decision.reason, "decision": decision.kind}
         self._metrics.write("switch", **facts, **places, switch_seconds=seconds, **why)
@@ -247,6 +255,21 @@ class Trainer:
             f"round {position.round}: change to {self.plan} in {format_seconds(seconds)}: "
             f"{decision.reason}"
         )
+
+    def _take_up(self, plan: Plan) -> tuple[SliceWork, str] | None:
+        """Go over to another plan; the work that failed and why, all being as it was."""
+        previous = [(w.work, w.program) for w in self.workers]
+        for taken, (worker, work) in enumerate(zip(self.workers, plan.work, strict=True)):
+            try:
+                strategy = work_strategy(self.config, worker.index, work)
+                program = self._program(worker.devices, strategy)
+                worker.take_up(work, chunk_steps(self.config, plan), program)
+            except jax.errors.JaxRuntimeError as failure:
+                why = reason(failure)
+                for other, (old, program) in list(zip(self.workers, previous, strict=True))[:taken]:
+                    other.take_up(old, chunk_steps(self.config, self.plan), program)
+                return work, why
+        return None
 
     def _inner_steps(self, shares: Sequence[range], cursor: int) -> None:
         """What is left of the round's inner steps; slices on other devices work side by side."""

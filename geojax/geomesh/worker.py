@@ -69,7 +69,8 @@ class Worker:
         self.probe = False
         """Whether a round begins with a step that measures the noise of the whole gradient."""
         self._chunk_steps = chunk_steps
-        self.state = program.put_state(init_state(outer.params, program.task.train))
+        self.state: Any = program.put_state(init_state(outer.params, program.task.train))
+        """A TrainState, donated to each call of `program.run`."""
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
@@ -82,17 +83,28 @@ class Worker:
         self.state, _ = self.program.run(self.state, chunk, 0, 0.0, 0.0, 0)
         if self.program.wants_probes:
             self.program.compile(1, probe=True)
+        jax.block_until_ready(self.state)  # what the devices raise is raised here
 
     def take_up(self, work: SliceWork, chunk_steps: int, program: Program) -> None:
         """Another part of another plan, at a round border: the optimizer's state moves to `program`
-        by way of the host; error feedback, which is of the shape of the parameters, stays."""
-        self.work, self._chunk_steps = work, chunk_steps
-        before, self.program = self.program, program
-        if program is not before:
-            state = before.host(self.state)
-            del self.state
-            self.state = program.carry_over(program.put_state(state), before.strategy.global_batch)
-        self.compile()
+        by way of the host; error feedback, which is of the shape of the parameters, stays.
+
+        What the compiler or the devices raise leaves the worker as it was.
+        """
+        before = self.work, self._chunk_steps, self.program
+        state = self.program.host(self.state)
+        try:
+            self.work, self._chunk_steps = work, chunk_steps
+            if program is not self.program:
+                batch = self.program.strategy.global_batch
+                self.program, self.state = program, None  # there may be no room for both
+                self.state = program.carry_over(program.put_state(state), batch)
+            self.compile()
+        except jax.errors.JaxRuntimeError:
+            self.work, self._chunk_steps, self.program = before
+            self.state = None  # what is there takes the room
+            self.state = self.program.put_state(state)
+            raise
 
     def begin_round(self) -> None:
         """Start from the shared parameters."""

@@ -12,6 +12,16 @@ PENDING, READY, FAILED, NO_MEMORY = 0, 1, 2, 3
 """How a program stands, the worst last."""
 
 
+def reason(failure: Exception) -> str:
+    """What the compiler or the device said, in a line."""
+    return " ".join(str(failure).split())[:200]
+
+
+def out_of_memory(reason: str) -> bool:
+    """Whether that is why it failed."""
+    return "RESOURCE_EXHAUSTED" in reason
+
+
 def first_says(measured: float) -> float:
     """The first process's value, in all of them."""
     if jax.process_count() == 1:
@@ -28,7 +38,7 @@ def anyone(flag: bool) -> bool:
 
 def worst(error: str | None) -> int:
     """READY where no process has an error, NO_MEMORY where one ran out of it, else FAILED."""
-    code = READY if error is None else NO_MEMORY if "RESOURCE_EXHAUSTED" in error else FAILED
+    code = READY if error is None else NO_MEMORY if out_of_memory(error) else FAILED
     if jax.process_count() == 1:
         return code
     return int(multihost_utils.process_allgather(np.array(code)).max())

@@ -12,7 +12,7 @@ import jax
 from geojax.config import RunError
 from geojax.meshes.reshard import bring_back, keep_copy
 from geojax.meshes.strategy import Strategy
-from geojax.train.agree import FAILED, PENDING, READY, standing, worst
+from geojax.train.agree import FAILED, PENDING, READY, reason, standing, worst
 from geojax.train.program import Program, Programs, Task
 from geojax.train.step import TrainState
 
@@ -43,7 +43,7 @@ class Engine:
         except (ValueError, RunError):  # a mistake of the user's, or of a file
             raise
         except Exception as failure:  # whatever the compiler or the device raises
-            error = _reason(failure)
+            error = reason(failure)
         code = worst(error)
         if code == READY:
             self._ran.add(strategy)
@@ -60,7 +60,7 @@ class Engine:
         try:
             target = self.programs.get(strategy)
         except Exception as failure:  # whatever the compiler raises
-            target, error = before, _reason(failure)
+            target, error = before, reason(failure)
         code = worst(error)
         if code == READY and target is not before:
             # A program that never ran may run out of memory, after the old state has gone.
@@ -89,7 +89,7 @@ class Engine:
         own = [FAILED if isinstance(x, Exception) else READY if x else PENDING for _, x in found]
         stands = []
         for (strategy, result), code in zip(found, standing(own), strict=True):
-            why = _reason(result) if isinstance(result, Exception) else FOREIGN
+            why = reason(result) if isinstance(result, Exception) else FOREIGN
             stands.append((strategy, code, why))
             if code == FAILED:
                 self.programs.forget(strategy)
@@ -108,9 +108,5 @@ class Engine:
                 self.state = self.program.rehearse(self.state, self.programs.steps)
             self.state = self.program.carry_over(self.state, before.strategy.global_batch)
         except jax.errors.JaxRuntimeError as failure:
-            return _reason(failure)
+            return reason(failure)
         return None
-
-
-def _reason(failure: Exception) -> str:
-    return " ".join(str(failure).split())[:200]

@@ -38,8 +38,9 @@ from geojax.config import (
     TrainConfig,
 )
 from geojax.data import TrainSequences, prepare
+from geojax.geomesh import profile as profile_module
 from geojax.geomesh import steering
-from geojax.geomesh.balance import Option, SliceProfile, make_plan, progress_rate
+from geojax.geomesh.balance import Option, SliceProfile, SliceWork, make_plan, progress_rate
 from geojax.geomesh.steering import Situation, decide
 from geojax.geomesh.trainer import Trainer
 from geojax.geomesh.worker import Worker
@@ -135,6 +136,7 @@ def estimate(value: float, spread: float = 1.1) -> NoiseEstimate:
 def injected(monkeypatch):
     """What is measured is given, so that two runs decide alike; noise grows with the steps seen."""
     monkeypatch.setattr(trainer_module, "measured_profiles", lambda *_: list(PROFILES))
+    monkeypatch.setattr(steering, "_CHANGE_MEMORY", 0.0)
     exchange = Trainer._empty_exchange
 
     def known(self):
@@ -331,6 +333,89 @@ def test_a_run_stopped_around_a_change_goes_on_as_if_it_had_not(
         )
         assert bits(a.feedback.own) == bits(b.feedback.own)
         assert bits(a.program.host(a.state)) == bits(b.program.host(b.state))
+
+
+def test_an_option_that_fails_is_left_out_and_no_step_is_lost(
+    config, injected, trainers, tmp_path, monkeypatch
+):
+    # The second slice's, after the first has gone over: the first goes back.
+    broken = "dp2-tp1-pp2-mb2-gb16"
+    compile_worker, take_up = Worker.compile, Worker.take_up
+    seen = []
+
+    def failing(self):
+        compile_worker(self)
+        if str(self.program.strategy) == broken:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying")
+
+    def watching(self, work, chunk_steps, program):
+        before = self.work, self.program, bits(self.program.host(self.state))
+        try:
+            take_up(self, work, chunk_steps, program)
+        except jax.errors.JaxRuntimeError:
+            assert (self.work, self.program, bits(self.program.host(self.state))) == before
+            seen.append("failed")
+            raise
+        seen.append(str(self.program.strategy))
+
+    monkeypatch.setattr(Worker, "compile", failing)
+    monkeypatch.setattr(Worker, "take_up", watching)
+    folder = tmp_path / "run"
+    assert runs.start(config, folder, QUIET)
+    (trainer,) = trainers.made
+    small, large = "dp1-tp2-pp1-mb4-gb4", "dp2-tp1-pp1-mb4-gb16"
+    assert seen[:3] == [large, "failed", small]
+    assert seen.count("failed") == 1  # it is not tried again
+    (refused,) = records(folder, "refused")
+    assert (refused["slice"], refused["strategy"], refused["round"]) == ("four", broken, 3)
+    assert "RESOURCE_EXHAUSTED" in refused["why"]
+    assert batches(trainer.plan) == [16, 4]  # the next best, a round later
+    assert [r["round"] for r in records(folder, "switch")] == [4]
+    copies = [bits((w.outer.params, w.outer.opt_state)) for w in trainer.workers]
+    assert copies[0] == copies[1]
+    check_accounting(load_run(folder))
+    assert all(a == b for a, b in steering.replay(records(folder, "plan"), config))
+
+
+@pytest.mark.parametrize(
+    ("out_of_memory", "left"), [(False, [4, 8, 32]), (True, [4, 8])], ids=["broken", "no memory"]
+)
+def test_out_of_memory_takes_with_it_what_needs_as_much(config, out_of_memory, left):
+    options = tuple(Option(b, b / 4, 100 * b, f"dp1-tp1-pp1-mb1-gb{b}") for b in (4, 8, 16, 32))
+    profiles = [SliceProfile(name, options, None) for name in ("two", "four")]
+    planner = steering.Planner(config, make_plan(profiles, BALANCE, 0.5, lambda b: 1.0), profiles)
+    assert batches(planner.plan) == [4, 4]
+    planner.refuse(SliceWork("four", 16, 1, 4.0, "dp1-tp1-pp1-mb1-gb16"), out_of_memory)
+    assert [[o.batch for o in p.options] for p in planner._profiles] == [[4, 8, 16, 32], left]
+    before, after = planner._change_seconds, 1.0
+    planner.changed(planner.plan, after)
+    assert after < planner.propose(1, 1)[0].change_seconds < before  # it learns what a change takes
+    # What is in force stays, whatever it is said to take.
+    planner.refuse(SliceWork("four", 8, 1, 2.0, "dp1-tp1-pp1-mb1-gb8"), out_of_memory=True)
+    assert 4 in [o.batch for o in planner._profiles[1].options]
+
+
+def test_what_cannot_be_measured_is_left_out_and_said(config, caplog, monkeypatch):
+    def measure(_, strategy, params):
+        if strategy.global_batch > params:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return Option(strategy.global_batch, 1.0, 0, str(strategy))
+
+    monkeypatch.setattr(profile_module, "_measure", measure)
+    names = [["dp2-tp1-pp1-mb1-gb4", "dp2-tp1-pp1-mb1-gb16"], ["dp4-tp1-pp1-mb1-gb16"]]
+    strategies = [[parse_strategy(n) for n in row] for row in names]
+    devices = [tuple(jax.devices()[:2]), tuple(jax.devices()[2:6])]
+
+    def profiles(largest):
+        return profile_module.measured_profiles(
+            config, devices, strategies, lambda _, s: s, largest
+        )
+
+    assert [len(p.options) for p in profiles(16)] == [2, 1]
+    assert not caplog.messages
+    with pytest.raises(ConfigError, match=r"slice four: none of dp4-tp1-pp1-mb1-gb16 ran here"):
+        profiles(8)
+    assert "slice two does without dp2-tp1-pp1-mb1-gb16" in caplog.messages[0]
 
 
 @pytest.mark.full
