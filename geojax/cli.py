@@ -426,6 +426,7 @@ _BENCHES = {
     "tune": ("geojax.bench.commands", "TuneOptions", "run_tune"),
     "cona": ("geojax.bench.commands", "ConaOptions", "run_cona"),
     "bicache": ("geojax.bench.bicache", "BicacheOptions", "run_bicache"),
+    "throughput": ("geojax.bench.throughput", "ThroughputOptions", "run_throughput"),
     "guard": ("geojax.bench.guard", "GuardOptions", "run_guard"),
     "serve": ("geojax.bench.serve", "LoadOptions", "run_load"),
 }

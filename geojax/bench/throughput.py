@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Throughput under every policy of reuse, beside what counting operations says.
+
+A model with random weights (512 wide, 12 layers; what it says does not matter here) fills a block
+of 32 in 16 steps behind prefixes of 0.5, 0.7 and 0.9 of the request, everything compiled before.
+All policies take turns in each round, in one process; ratios are of seconds over no reuse of the
+same round. Predicted ratios count multiplications: of rows by weights, of queries by keys and
+values, of the head, of the rows that requests have; what is padded to the shapes' buckets is not in
+them.
+
+`full` is also what a block-causal model of this size would do, whose prefixes do not depend on what
+follows: the price of seeing both ways is the distance from it.
+
+Resumable: what was measured lies in the folder, a file for each batch and share.
+"""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from geojax.bicache.depth import Depths
+from geojax.bicache.engine import Engine, Job, Sizes
+from geojax.bicache.policy import Policy, get_policy
+from geojax.config import require
+from geojax.diffusion.request import SamplingConfig, prompt
+from geojax.diffusion.sampler import Sampler
+from geojax.models.config import TransformerConfig
+from geojax.models.transformer import Transformer, init_params
+from geojax.track.environment import machine
+from geojax.track.metrics import to_json, write_atomically
+
+SHARES = (0.5, 0.7, 0.9)
+BLOCK, STEPS = 32, 16
+_MASK = 8191
+_COLD = ("cold", 1)  # bicache whose store is empty
+POLICIES: tuple[tuple[str, int | None], ...] = (
+    ("refresh", 1),
+    ("refresh", 4),
+    ("refresh", 16),
+    ("full", None),
+    ("prefix", None),
+    ("dual", None),
+    ("bicache", 1),
+    ("bicache", 4),
+    ("bicache", 16),
+    ("bicache-dual", None),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy at one batch and share."""
+
+    batch: int
+    share: float
+    policy: str
+    every: int | None
+    """Steps from one refresh to the next."""
+    ratio: float
+    """Of throughput over no reuse: the median over rounds."""
+    low: float
+    high: float
+    predicted: float
+    """By counting multiplications."""
+
+    @property
+    def label(self) -> str:
+        return self.policy if self.every is None else f"{self.policy}, every {self.every}"
+
+
+@dataclass(frozen=True)
+class Point:
+    """All policies at one batch and share."""
+
+    batch: int
+    share: float
+    length: int
+    rounds: int
+    plain_seconds: float
+    """Of one batch of requests without reuse, the median."""
+    build_seconds: float
+    """Of the prefix."""
+    saved_seconds: float
+    """By one refresh of one request whose prefix is shared, over one of its own."""
+    machine: str
+    rows: tuple[Row, ...]
+
+    def ratio(self, policy: str, every: int | None) -> float:
+        return next(r.ratio for r in self.rows if (r.policy, r.every) == (policy, every))
+
+
+@dataclass(frozen=True)
+class ThroughputOptions:
+    """Throughput under every policy of reuse, on a model with random weights. Resumable."""
+
+    out: Path = Path("runs/bench-throughput")
+    """Folder of what was measured, of the picture and of throughput.json."""
+    batches: tuple[int, ...] = (1, 4)
+    """Requests at a time."""
+    length: int = 512
+    """Tokens of a request."""
+    layers: int = 12
+    """Of the model; prefixes are shared in half of them."""
+    dim: int = 512
+    """Of the model."""
+    rounds: int = 3
+    """Of all policies in turn; one more comes first, which compiles."""
+    json: Path | None = None
+    """File for the figures; unset: throughput.json in the folder."""
+
+
+def run_throughput(options: ThroughputOptions) -> list[Point]:
+    """Measure what is missing; a table for each batch and share, one picture, figures as JSON."""
+    require(options.rounds >= 1, f"rounds {options.rounds} must be at least 1")
+    require(options.layers >= 2, f"layers {options.layers} must be at least 2, of which half share")
+    require(
+        all(b >= 1 for b in options.batches) and options.batches,
+        f"batches {options.batches} must be numbers of requests, at least 1 each",
+    )
+    shortest = min(options.length - round(share * options.length) for share in SHARES)
+    require(
+        shortest > BLOCK,
+        f"length {options.length} leaves {shortest} tokens beside the longest prefix, and {BLOCK} "
+        f"are to be filled; use {10 * BLOCK + 10} or more",
+    )
+    config = TransformerConfig(
+        vocab_size=_MASK + 1,
+        dim=options.dim,
+        layers=options.layers,
+        heads=8,
+        kv_heads=8,
+        mlp_dim=11 * options.dim // 4,
+        bidirectional=True,
+    )
+    console = Console(highlight=False)
+    options.out.mkdir(parents=True, exist_ok=True)
+    sampler = None
+    points = []
+    for batch in options.batches:
+        for share in SHARES:
+            path = options.out / f"batch{batch}-share{share}.json"
+            point = _known(path, batch, share, options, config)
+            if point is None:
+                if sampler is None:
+                    params = init_params(config, 0)
+                    forbidden = np.arange(config.vocab_size) == _MASK
+                    sampler = Sampler(Transformer(config), params, _MASK, forbidden)
+                point = _measure(sampler, batch, share, options)
+                _write(path, asdict(point) | {"model": asdict(config)})
+            console.print(table(point))
+            for line in notes(point, config.layers // 2):
+                console.print(line)
+            points.append(point)
+    console.print(f"Measured clock, {points[-1].machine}; random weights.")
+    path = options.json or options.out / "throughput.json"
+    _write(path, {"points": [asdict(p) for p in points]})
+    _plot(points, options.out / "throughput.png")
+    console.print(f"wrote {path}, a picture in {options.out}", soft_wrap=True)
+    return points
+
+
+def _measure(sampler: Sampler, batch: int, share: float, options: ThroughputOptions) -> Point:
+    config, length = sampler.model.config, options.length
+    prefix, depth = round(share * length), config.layers // 2
+    private = length - prefix - BLOCK
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, _MASK, prefix).tolist()
+    settings = SamplingConfig(steps=STEPS, block=BLOCK)
+    jobs = [
+        Job(
+            prompt([*shared, *rng.integers(0, _MASK, private).tolist()], BLOCK, _MASK, settings),
+            (prefix,),
+        )
+        for _ in range(batch)
+    ]
+    sizes, depths = Sizes(4e8, 4e7), Depths(((0.0, depth),))
+    engines = {
+        (name, every): Engine(sampler, get_policy(name, every), sizes, depths)
+        for name, every in [("none", None), *POLICIES]
+    }
+    seconds: dict[tuple[str, int | None], list[float]] = {key: [] for key in [*engines, _COLD]}
+    for number in range(options.rounds + 1):
+        for key in seconds:
+            engine = engines[("bicache", 1) if key == _COLD else key]
+            if key == _COLD:
+                engine.store.purge()
+            started = time.perf_counter()
+            engine.answer(jobs)
+            if number:  # the first compiles, and builds the prefix
+                seconds[key].append(time.perf_counter() - started)
+    plain = seconds["none", None]
+    none = operations(get_policy("none"), config, depth, prefix, private)
+    rows = []
+    for name, every in POLICIES:
+        ratios = [a / b for a, b in zip(plain, seconds[name, every], strict=True)]
+        counted = operations(get_policy(name, every), config, depth, prefix, private)
+        found = (median(ratios), min(ratios), max(ratios), none / counted)
+        rows.append(Row(batch, share, name, every, *found))
+    build, saved = (
+        median(a - b for a, b in zip(seconds[more], seconds["bicache", 1], strict=True))
+        for more in (_COLD, ("refresh", 1))
+    )
+    return Point(
+        batch,
+        share,
+        length,
+        options.rounds,
+        median(plain),
+        build,
+        saved / (STEPS * batch),
+        machine(),
+        tuple(rows),
+    )
+
+
+def operations(
+    policy: Policy, config: TransformerConfig, depth: int, prefix: int, private: int
+) -> float:
+    """Multiplications of one request's steps; a prefix is shared in `depth` layers."""
+    layers, length = config.layers, prefix + private + BLOCK
+    a_row = 4 * config.dim**2 + 3 * config.dim * config.mlp_dim
+    depth = layers if policy.whole else depth if policy.shared else 0
+    if policy.name == "none":
+        prefix, private = 0, prefix + private
+    suffix = private + BLOCK
+    window = {"suffix": suffix, "rest": BLOCK, "block": BLOCK}[policy.window]
+    total = 0.0
+    for step in range(STEPS):
+        refresh = step == 0 or (policy.every and step % policy.every == 0)
+        own = suffix if refresh else window
+        again = prefix * (layers - depth) if refresh else 0  # row-layers
+        total += (own * layers + again) * (a_row + 2 * length * config.dim)
+        masks = BLOCK - step * BLOCK // STEPS
+        total += max(masks, 1) * config.dim * config.padded_vocab
+    return total
+
+
+def table(point: Point) -> Table:
+    """Policies over no reuse."""
+    found = Table(
+        "policy",
+        "over no reuse",
+        "rounds",
+        "predicted",
+        "of it",
+        box=box.SIMPLE_HEAD,
+        title=f"batch {point.batch}, prefix {point.share:.0%} of {point.length} tokens",
+        title_justify="left",
+    )
+    for r in point.rows:
+        found.add_row(
+            r.label,
+            f"{r.ratio:.2f}x",
+            f"{r.low:.2f}-{r.high:.2f}",
+            f"{r.predicted:.2f}x",
+            f"{r.ratio / r.predicted:.2f}",
+        )
+    return found
+
+
+def notes(point: Point, depth: int) -> list[str]:
+    """What sharing between requests adds, and what it costs."""
+    prefix, p = round(point.share * point.length), point
+    tokens = p.batch * BLOCK / p.plain_seconds
+    gains = [f"{p.ratio('bicache', k) / p.ratio('refresh', k):.2f}x at {k}" for k in (1, 4, 16)]
+    lines = [
+        f"No reuse: {p.plain_seconds:.2f} s, {tokens:.1f} tokens/s.",
+        f"What sharing between requests adds, by steps between refreshes: {', '.join(gains)}.",
+        f"bicache-dual over dual: {p.ratio('bicache-dual', None) / p.ratio('dual', None):.2f}x.",
+    ]
+    if p.saved_seconds <= 0:
+        return [*lines, "A refresh takes no less where the prefix is shared."]
+    pays = max(math.ceil(p.build_seconds / p.saved_seconds), 1)
+    return [
+        *lines,
+        f"The prefix takes {1e3 * p.build_seconds:.0f} ms to build ({depth * prefix} row-layers); "
+        f"a refresh of one request saves {1e3 * p.saved_seconds:.0f} ms: it pays from refresh "
+        f"{pays} on.",
+    ]
+
+
+def _plot(points: Sequence[Point], path: Path) -> None:
+    """Speed over no reuse by the prefix's share, a panel for each batch."""
+    from matplotlib.figure import Figure
+
+    batches = sorted({p.batch for p in points})
+    figure = Figure(figsize=(5 * len(batches) + 1.6, 4.2), dpi=150, layout="constrained")
+    panels = figure.subplots(1, len(batches), squeeze=False, sharey=True)[0]
+    for axes, batch in zip(panels, batches, strict=True):
+        here = sorted((p for p in points if p.batch == batch), key=lambda p: p.share)
+        for name, every in POLICIES:
+            label = Row(batch, 0, name, every, 0, 0, 0, 0).label
+            line = [p.ratio(name, every) for p in here]
+            axes.plot([p.share for p in here], line, "o-", markersize=3.5, label=label)
+        axes.axhline(1, color="grey", linewidth=0.8)
+        axes.set(title=f"batch {batch}", xlabel="share of the prefix", yscale="log")
+    panels[0].set(ylabel="throughput over no reuse (measured)")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
+    figure.savefig(path)
+
+
+def _known(
+    path: Path, batch: int, share: float, options: ThroughputOptions, config: TransformerConfig
+) -> Point | None:
+    """What was measured before, with the same options on this machine."""
+    if not path.exists():
+        return None
+    content: dict[str, Any] = json.loads(path.read_text())
+    model = content.pop("model")
+    if model != to_json(asdict(config)):
+        return None
+    point = Point(**content | {"rows": tuple(Row(**r) for r in content["rows"])})
+    same = (point.batch, point.share, point.length, point.rounds, point.machine)
+    asked = (batch, share, options.length, options.rounds, machine())
+    return point if same == asked else None
+
+
+def _write(path: Path, content: dict[str, Any] | Sequence[Any]) -> None:
+    write_atomically(path, json.dumps(to_json(content), indent=2) + "\n")
