@@ -429,6 +429,7 @@ _BENCHES = {
     "throughput": ("geojax.bench.throughput", "ThroughputOptions", "run_throughput"),
     "guard": ("geojax.bench.guard", "GuardOptions", "run_guard"),
     "serve": ("geojax.bench.serve", "LoadOptions", "run_load"),
+    "paper": ("geojax.bench.paper", "PaperOptions", "run_paper"),
 }
 """By name: a module, its options and what runs them."""
 

@@ -140,6 +140,7 @@ def run_bicache(options: BicacheOptions) -> list[Result]:
         "examples": count,
         "seq_len": seq_len,
         "steps": options.steps,
+        "depths": {str(share): depths.at(share) for share in SHARES} if depths else {},
         "results": [asdict(result) for result in results],
     }
     path = options.json or folder / "bicache.json"
