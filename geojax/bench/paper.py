@@ -210,7 +210,7 @@ def _judge(claim: Claim, contents: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _span(claim: Claim, low: float | None, high: float | None) -> str | None:
-    if low is None and high is None:
+    if high is None:
         return None
     if low is None:
         return f"up to {claim.show(high)}"
