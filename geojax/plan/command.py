@@ -22,6 +22,7 @@ from geojax.meshes.calibration import read_calibration
 from geojax.meshes.candidates import (
     CONTEXT_BYTES,
     FRAGMENTATION,
+    MICRO_BATCHES,
     Candidate,
     Job,
     Plan,
@@ -70,7 +71,7 @@ class PlanOptions:
     """Bytes a second and GPU between nodes, each way."""
     global_batches: tuple[int, ...] = (32, 64, 128, 256, 512)
     """Sequences a step."""
-    micro_batches: tuple[int, ...] = (1, 2, 4, 8)
+    micro_batches: tuple[int, ...] = MICRO_BATCHES
     """Sequences that one copy of the model computes at once."""
     seq_len: int | None = None
     """Tokens a sequence; unset: the model's context, or 2048."""

@@ -77,7 +77,7 @@ def with_modelled_clock(
             s = replace(s, gpu=gpus[i % len(gpus)], speed=None)
         slices.append(s)
     clock = ClockConfig(kind="modelled", wan=name) if measured else replace(clock, wan=name)
-    if gpus:  # data sheets are for bfloat16
+    if gpus:  # they are timed for bfloat16
         clock = replace(clock, base_step_seconds=None, base_batch=None)
         train = replace(train, compute_dtype="bfloat16")
     return replace(config, slices=tuple(slices), clock=clock, train=train)
