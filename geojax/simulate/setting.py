@@ -111,11 +111,7 @@ def make_setting(
         raise ConfigError(f"WAN {config.clock.wan}: {error}") from error
     network = Network(wan, where, jitter_seconds, seed)
     moved = traffic(config)
-    pattern: Pattern = config.exchange.resolve_schedule(count)
-    if how == "auto":
-        pattern = network.fastest(moved.payload_bytes)
-    elif how != "config":
-        pattern = how
+    pattern = choose_pattern(how, config, network, moved.payload_bytes)
     quiet = replace(network, jitter_seconds=0.0).exchange(pattern, moved.payload_bytes)
     profiles = modelled_profiles(config)
     work = make_plan(profiles, config.balance, quiet.seconds).work
@@ -128,6 +124,13 @@ def make_setting(
         tuple(replace(profiles[i % own], name=name) for i, name in enumerate(names)),
         moved,
     )
+
+
+def choose_pattern(how: How, config: RunConfig, network: Network, message_bytes: int) -> Pattern:
+    """The pattern by which the slices of `network` exchange messages of so many bytes."""
+    if how == "auto":
+        return network.fastest(message_bytes)
+    return config.exchange.resolve_schedule(len(network.regions)) if how == "config" else how
 
 
 def _name(name: str, index: int, own: int, count: int) -> str:
