@@ -260,9 +260,11 @@ def _plan_whole(args: list[str]) -> int:
     if args[0].startswith("-"):
         return _presets_help("plan", args)
     from geojax.configs import load_config
+    from geojax.configs.geomesh import over_slices
     from geojax.plan.whole_command import WholeOptions, run_whole
 
     preset = load_config(args[0])
+    preset = preset if preset.slices else over_slices(preset)
     run_whole(_parse_config(WholeOptions, args, "plan", preset), preset)
     return 0
 

@@ -133,14 +133,9 @@ class Whole:
 def placed(config: RunConfig, cluster: ClusterFile, tokens: float | None = None) -> RunConfig:
     """`config` with a cluster's slices, of the model and sequences that its clock counts.
 
-    `tokens`: budget; unset: the config's, as many sequences of them. ConfigError for a run without
-    slices, one by CONA, and methods without rounds.
+    `config` has slices. `tokens`: budget; unset: the config's, as many sequences of them.
+    ConfigError for a run by CONA, and methods without rounds.
     """
-    require(
-        config.slices,
-        f"{config.name} trains on one cluster and has nothing between slices to plan; take a "
-        "preset with slices, such as geomesh-150m, or plan its model without --cluster",
-    )
     require(
         not (config.cona or config.halos or config.streaming),
         f"{config.name} has no plan that lasts from round to round: cona follows the gradient's "

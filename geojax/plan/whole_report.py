@@ -41,6 +41,17 @@ def print_whole(whole: Whole, overlap: bool, notes: Sequence[str], console: Cons
             style="bold",
         )
     )
+    balance = config.balance
+    steps = f"{balance.inner_steps} inner steps of the slowest slice"
+    if balance.sync_share:
+        steps = f"inner steps until the exchange is {balance.sync_share:.0%} of a round"
+    console.print(
+        Text(
+            f"{balance.mode} work, {steps}, {config.train.optimizer.name}; exchange of "
+            f"{config.exchange.codec}"
+        )
+    )
+    console.print()
     tables = (_slices(whole), _time(whole, overlap), _exchanges(whole), _runs(whole, overlap))
     for table in tables:
         console.print(table)
@@ -74,7 +85,11 @@ def print_effects(found: Sequence[Effect], hours: float, console: Console) -> No
 def plan_notes(whole: Whole, how: str, source: str, memory: str) -> list[str]:
     """What the figures rest on, and what the config does not do by itself."""
     config, setting = whole.setting.config, whole.setting
-    lines = [f"Times: {source}; nothing was trained.", f"{memory[0].upper()}{memory[1:]}."]
+    lines = [
+        f"Times: {source}; nothing was trained. Hours are to the same tokens: what batches, longer "
+        "rounds and late results do to learning is not in them.",
+        f"{memory[0].upper()}{memory[1:]}.",
+    ]
     reasons = Counter(c.extrapolated for c in whole.chosen if c.extrapolated)
     lines += [f"Step times are extrapolations: {reason}." for reason, _ in reasons.most_common(1)]
     if setting.pattern != config.exchange.resolve_schedule(setting.slices):
@@ -194,8 +209,7 @@ def _time(whole: Whole, overlap: bool) -> Table:
 
 
 def _exchanges(whole: Whole) -> Table:
-    codec = whole.setting.config.exchange.codec
-    table = columns(f"\nexchange of {codec}", "\nmodelled", "sent\nmean", "sent\nmost")
+    table = columns("\nexchange", "\nmodelled", "sent\nmean", "sent\nmost")
     for pattern, took in whole.exchanges().items():
         table.add_row(
             f"{pattern}{', taken' if pattern == whole.setting.pattern else ''}",

@@ -127,7 +127,7 @@ def test_the_command_ends_in_one_line(tmp_path, capsys):
     path.write_text(WHOLE)
     cases = [
         (["geomesh-150m", "--cluster", str(tmp_path / "none.toml")], "cannot be read"),
-        (["gpt-tiny", "--cluster", str(path)], "take a preset with slices, such as geomesh-150m"),
+        (["cona-gpt-tiny", "--cluster", str(path)], "take a preset with one, or with slices, such"),
         (["demo-halos", "--cluster", str(path)], "have loops of their own"),
         (["demo-geomesh", "--clock.wan", "azure-many", "--cluster", str(path)], "would be ignored"),
         (["geomesh-150m", "--tokens", "5", "--cluster", str(path)], "tokens 5.0 must be .* 1024"),

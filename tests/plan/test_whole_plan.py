@@ -27,6 +27,7 @@ from geojax.config import (
     TrainConfig,
 )
 from geojax.configs import load_config
+from geojax.configs.geomesh import over_slices
 from geojax.geomesh.balance import make_plan
 from geojax.geomesh.clock import (
     ModelledClock,
@@ -301,6 +302,15 @@ def test_the_command_says_the_same_in_table_picture_and_file(tmp_path, capsys):
     assert max(map(len, shown.splitlines()[:-2])) <= 80
     assert {e["name"] for e in content["changes"]} >= {"west: one more node"}
     assert (tmp_path / "gantt.png").stat().st_size > 1000
+
+
+def test_a_preset_of_one_cluster_is_planned_as_geomesh():
+    config = over_slices(load_config("gpt-tiny"))
+    assert config.balance.batch_sizes == (2, 4, 8, 16)
+    config, whole = planned(config, cluster_of(("h100", "l40s"), (1, 1)), tokens=None)
+    assert config.exchange.codec == "sign"
+    assert config.train.total_tokens == pytest.approx(load_config("gpt-tiny").train.total_tokens)
+    assert {w.batch for w in whole.work} <= set(config.balance.batch_sizes)
 
 
 def test_the_picture_accounts_for_every_second():
