@@ -138,12 +138,14 @@ def placed(config: RunConfig, cluster: ClusterFile, tokens: float | None = None)
     """
     require(
         not (config.cona or config.halos or config.streaming),
-        f"{config.name} has no plan that lasts from round to round: cona follows the gradient's "
-        "noise, and halos and streaming have loops of their own; use `geojax simulate` for those, "
-        "or a preset without",
+        f"{config.name} has no plan that lasts from round to round: under cona it follows the "
+        "gradient's noise, and halos and streaming have loops of their own, which `geojax "
+        "simulate` times; take a preset without",
     )
     seq_len = config.clock.seq_len or config.data.seq_len
-    total = tokens or -(-config.train.total_tokens // config.data.seq_len) * seq_len
+    total = -(-config.train.total_tokens * seq_len // config.data.seq_len)
+    if tokens is not None:
+        total = tokens
     require(
         seq_len <= total < float("inf"),
         f"tokens {tokens} must be finite and at least a sequence, {seq_len}; train for longer",
