@@ -11,7 +11,9 @@ from rich.text import Text
 
 from geojax.config import RunConfig, require
 from geojax.meshes.aot import AotUnavailableError
+from geojax.meshes.candidates import Job
 from geojax.meshes.memory import STATED_ERROR
+from geojax.meshes.strategy import Strategy
 from geojax.plan.changes import effects
 from geojax.plan.cluster import read_cluster
 from geojax.plan.exact import exact_bytes
@@ -71,11 +73,16 @@ def run_whole(options: WholeOptions, preset: RunConfig) -> None:
     def make() -> Whole:
         return plan_whole(config, cluster, options.by, search)
 
+    def count(job: Job, gpu: str, strategy: Strategy) -> int:
+        where = f"{job.cluster.nodes} x {job.cluster.gpus_per_node} {gpu}"
+        console.print(f"compiling {strategy} for {where}", soft_wrap=True)
+        return exact_bytes(job, gpu, strategy)
+
     memory = f"memory is estimated, to within {STATED_ERROR:.0%} for 9 of 10"
     whole = make()
     if options.exact:
         try:
-            whole = count_memory(make, search, exact_bytes)
+            whole = count_memory(make, search, count)
             memory = "memory marked * is counted by the compiler, the rest estimated"
         except AotUnavailableError as error:
             memory += f": {error}"

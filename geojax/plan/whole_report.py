@@ -72,7 +72,7 @@ def print_effects(found: Sequence[Effect], hours: float, console: Console) -> No
         cells = [_hours(e.hours), f"{e.saved_hours / hours:+.1%}"]
         if priced:
             cells.append("?" if e.extra_cost is None else _money(e.extra_cost, "+"))
-        table.add_row(e.name, *cells)
+        table.add_row(Text(e.name), *cells)
     console.print()
     console.print(table)
     if small := [e.name for e in planned if e not in shown]:
@@ -181,8 +181,8 @@ def _slices(whole: Whole) -> Table:
     rows = zip(whole.cluster.sites, whole.work, whole.chosen, strict=True)
     for site, work, c in rows:
         table.add_row(
-            site.name,
-            str(site),
+            Text(site.name),
+            Text(str(site)),
             work.strategy.replace(f"-gb{work.batch}", ""),
             f"{work.batch} x {work.inner_steps}",
             format_seconds(work.seconds_per_step),
@@ -199,7 +199,7 @@ def _time(whole: Whole, overlap: bool) -> Table:
     for index, site in enumerate(whole.cluster.sites):
         shares, cost = whole.timed(overlap).shares(index), _cost(whole, index, overlap)
         table.add_row(
-            site.name,
+            Text(site.name),
             f"{_tokens_per_second(whole, index, overlap):,.0f}",
             *(format_share(share) for share in shares.values()),
             format_bytes(sent[index]),

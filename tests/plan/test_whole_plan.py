@@ -273,7 +273,7 @@ gpu = "h100"
 gpus_per_node = 8
 price_per_gpu_hour = 3
 [[slices]]
-name = "west"
+name = "[b]west"
 region = "westus2"
 gpu = "l40s"
 price_per_gpu_hour = 1
@@ -298,9 +298,10 @@ def test_the_command_says_the_same_in_table_picture_and_file(tmp_path, capsys):
         assert sum(s["step_parts_seconds"].values()) == pytest.approx(work.seconds_per_step)
         assert f"{work.batch} x {work.inner_steps}" in shown
     assert f"{result.hours:,.1f}" in shown
+    assert "[b]west" in shown  # a name, not markup
     assert "nothing was trained" in " ".join(shown.split())
     assert max(map(len, shown.splitlines()[:-2])) <= 80
-    assert {e["name"] for e in content["changes"]} >= {"west: one more node"}
+    assert {e["name"] for e in content["changes"]} >= {"[b]west: one more node"}
     assert (tmp_path / "gantt.png").stat().st_size > 1000
 
 
