@@ -255,6 +255,8 @@ def test_a_strategy_that_the_compiler_finds_too_large_is_not_planned():
 
     whole = count_memory(lambda: plan_whole(config, cluster, "config", search), search, count)
     assert all(c.exact and c.strategy != too_large for c in whole.chosen)
+    next_best = next(o for o in whole.setting.profiles[2].options if o.batch == first.work[2].batch)
+    assert next_best.strategy != str(too_large)
     assert [c.strategy for c in whole.chosen[:2]] == [c.strategy for c in first.chosen[:2]]
 
 
