@@ -24,7 +24,9 @@ from geojax.config import (
     SourceConfig,
     TokenizerConfig,
     TrainConfig,
+    require,
 )
+from geojax.meshes.strategy import parse_strategy
 from geojax.meshes.wan import get_wan
 from geojax.models.config import get_model
 
@@ -220,6 +222,31 @@ def data_parallel(base: RunConfig, tuned: Optimizers = TUNED) -> RunConfig:
             schedule=ScheduleConfig(decay="constant", warmup_fraction=0.0, final_fraction=1.0),
         ),
     )
+
+
+def over_slices(config: RunConfig) -> RunConfig:
+    """A run by one strategy as GeoMesh: a slice takes its global batch, or down to an eighth of it.
+
+    Its two slices stand for those of a cluster file, its optimizers are not tuned. ConfigError for
+    a run by CONA or a chain.
+    """
+    require(
+        config.strategy,
+        f"{config.name} goes by strategies that change, on one cluster; take a preset with one, or "
+        "with slices, such as geomesh-150m",
+    )
+    batch = parse_strategy(config.strategy).global_batch
+    sliced = replace(
+        config,
+        strategy="",
+        scaling=None,
+        noise=None,
+        slices=(SliceConfig("region0"), SliceConfig("region1")),
+        balance=BalanceConfig(
+            inner_steps=64, batch_sizes=tuple(batch // n for n in (8, 4, 2, 1) if batch >= n)
+        ),
+    )
+    return geomesh(sliced, UNTUNED)
 
 
 METHODS: dict[str, Callable[..., RunConfig]] = {

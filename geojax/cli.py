@@ -246,10 +246,26 @@ def serve(args: list[str]) -> int:
 
 
 def plan(args: list[str]) -> int:
-    """Strategies that fit a cluster, and how fast they would be; needs no GPU."""
+    """Strategies that fit a cluster, or with --cluster FILE a whole run; needs no GPU."""
+    if _has(args, "--cluster"):
+        return _plan_whole(args)
     from geojax.plan.command import PlanOptions, run_plan
 
     run_plan(_parse(PlanOptions, args, "geojax plan"))
+    return 0
+
+
+def _plan_whole(args: list[str]) -> int:
+    """A preset on a cluster of regions."""
+    if args[0].startswith("-"):
+        return _presets_help("plan", args)
+    from geojax.configs import load_config
+    from geojax.configs.geomesh import over_slices
+    from geojax.plan.whole_command import WholeOptions, run_whole
+
+    preset = load_config(args[0])
+    preset = preset if preset.slices else over_slices(preset)
+    run_whole(_parse_config(WholeOptions, args, "plan", preset), preset)
     return 0
 
 

@@ -22,6 +22,8 @@ FRAGMENTATION = 0.05
 OPTIMIZER_SLOTS = {"adamw": 2, "lion": 1, "sgd": 0}
 """Values a parameter that an optimizer keeps."""
 INTERLEAVES = (1, 2, 4)
+MICRO_BATCHES = (1, 2, 4, 8)
+"""Sequences that one copy of the model computes at once, where nothing else is asked for."""
 Far = Callable[[StepCase], str | None]
 # From what costs no time to what costs most; the first that fits is taken.
 _SHARDINGS: tuple[Sharding, ...] = ("none", "optimizer", "all")

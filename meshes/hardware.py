@@ -1,20 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs by their data sheets, and estimates of a training step's time and memory on them.
+"""GPUs by their data sheets, and equal nodes of them.
 
-Invariant: a figure here is either a vendor's (dense, never with sparsity) or an estimate that says
-so. The estimates are for the modelled clock and for plans; a real run measures both.
+Invariant: a GPU's figures are its vendor's, dense, never with sparsity. What a step takes on it is
+estimated in meshes/timing.py and meshes/memory.py.
 """
 
-import math
 from dataclasses import dataclass
 from difflib import get_close_matches
-
-from geojax.models.config import TransformerConfig
-
-MODEL_FLOPS_UTILIZATION = 0.4
-"""Share of the peak that matmuls reach, the same for every GPU: an assumption."""
-LAYER_LAUNCH_SECONDS = 150e-6
-"""Time a layer costs at any size, about 30 kernels of 5 us: an assumption."""
 
 
 @dataclass(frozen=True)
@@ -88,58 +80,3 @@ def get_gpu(name: str) -> Gpu:
     near = get_close_matches(name.lower(), GPUS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(GPUS)}"
     raise ValueError(f"no GPU named {name!r}; {hint}")
-
-
-def step_seconds(model: TransformerConfig, gpu: Gpu, gpus: int, batch: int, seq_len: int) -> float:
-    """Estimated seconds of one training step of `batch` sequences on `gpus` GPUs, in bfloat16.
-
-    Launches + matmuls at MODEL_FLOPS_UTILIZATION of the peak + memory traffic, which kernels
-    between the matmuls wait for: activations are written once and read once; parameters, gradients
-    and one slot of optimizer state, all float32, are each read and written once. The GPUs share the
-    batch, the fullest sets the pace, and their all-reduce is hidden behind the backward pass.
-    """
-    per_gpu = math.ceil(batch / gpus)
-    flops = per_gpu * seq_len * model.train_flops_per_token(seq_len)
-    traffic_bytes = 2 * (3 * 4 * model.num_params + _activation_bytes(model, per_gpu, seq_len, 2))
-    return (
-        model.layers * LAYER_LAUNCH_SECONDS
-        + flops / (gpu.bf16_flops_per_second * MODEL_FLOPS_UTILIZATION)
-        + traffic_bytes / gpu.memory_bytes_per_second
-    )
-
-
-def step_bytes(
-    model: TransformerConfig,
-    batch_per_device: int,
-    seq_len: int,
-    *,
-    compute_bytes: int = 2,
-    optimizer_slots: int = 1,
-    micro_batch: int | None = None,
-) -> int:
-    """Estimated peak memory of a training step on one device that holds the whole model.
-
-    Float32 parameters, gradients and optimizer state (`optimizer_slots` values a parameter: 1 for
-    Lion, 2 for AdamW), and the activations of the sequences computed at once: `micro_batch`, or the
-    whole batch. No recomputation; `compute_bytes` is the size of an activation.
-    """
-    at_once = min(micro_batch or batch_per_device, batch_per_device)
-    state = 4 * (2 + optimizer_slots) * model.num_params
-    return state + _activation_bytes(model, at_once, seq_len, compute_bytes)
-
-
-def _activation_bytes(
-    model: TransformerConfig, batch: int, seq_len: int, compute_bytes: int
-) -> int:
-    """Bytes kept from the forward pass for the backward one.
-
-    Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", for
-    this family: no dropout masks, grouped keys and values, a gated MLP, a float32 softmax. Elements
-    a token and layer: input and output of two norms, queries and attention output (6 dim), keys and
-    values, and gate, its SiLU, up and their product (4 mlp_dim); an attention probability is kept
-    as the float32 softmax and as the matmul's input. Then float32 logits and their gradient.
-    """
-    elements = 6 * model.dim + 2 * model.kv_heads * model.head_dim + 4 * model.mlp_dim
-    attention_bytes = model.heads * seq_len * (4 + compute_bytes)
-    layers_bytes = model.layers * (elements * compute_bytes + attention_bytes)
-    return batch * seq_len * (layers_bytes + 2 * 4 * model.vocab_size)

@@ -135,18 +135,18 @@ def get_wan(name_or_csv: str) -> Wan:
         with open(name_or_csv, newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
             links = _read_links(reader)
-            return _from_links(links, 64 if "gbps_64_streams" in (reader.fieldnames or ()) else 1)
+            return from_links(links, 64 if "gbps_64_streams" in (reader.fieldnames or ()) else 1)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"WAN file {name_or_csv!r} cannot be read: {error}") from error
     except ValueError as error:
         raise ValueError(f"WAN file {name_or_csv!r}: {error}") from error
 
 
-_Links = Mapping[tuple[str, str], tuple[float, float]]
+Links = Mapping[tuple[str, str], tuple[float, float]]
 """(src, dst) -> (bits a second, round trip in seconds or NaN)."""
 
 
-def _read_links(reader: csv.DictReader) -> _Links:
+def _read_links(reader: csv.DictReader) -> Links:
     columns = [name.strip() for name in reader.fieldnames or ()]
     reader.fieldnames = columns
     rate = next((c for c in ("gbit_per_second", "gbps_64_streams") if c in columns), None)
@@ -185,8 +185,11 @@ def _number(cell: str | None, where: str) -> float:
     return value
 
 
-def _from_links(links: _Links, streams: int, shared: bool = False) -> Wan:
-    """A full matrix from links that may be given in one direction only."""
+def from_links(links: Links, streams: int, shared: bool = False) -> Wan:
+    """A full matrix from links that may be given in one direction only.
+
+    A region's own link is the local one where none is given; ValueError where a pair has none.
+    """
     regions = tuple(dict.fromkeys(region for pair in links for region in pair))
 
     def link(src: str, dst: str) -> tuple[float, float]:
@@ -231,13 +234,13 @@ _GEOMESH_LINKS = {
 
 WANS: dict[str, Wan] = {
     # The published setting says nothing of latency; this one adds it.
-    "geomesh-azure": _from_links(_GEOMESH_LINKS, STREAMS["constrained"], shared=True),
-    "geomesh-azure-no-latency": _from_links(
+    "geomesh-azure": from_links(_GEOMESH_LINKS, STREAMS["constrained"], shared=True),
+    "geomesh-azure-no-latency": from_links(
         {pair: (rate, 0.0) for pair, (rate, _) in _GEOMESH_LINKS.items()},
         STREAMS["constrained"],
         shared=True,
     ),
 } | {
-    f"azure-{name}": _from_links(azure_links(name), STREAMS[name], shared=name == "constrained")
+    f"azure-{name}": from_links(azure_links(name), STREAMS[name], shared=name == "constrained")
     for name in PROFILES
 }

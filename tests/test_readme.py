@@ -4,6 +4,7 @@
 import json
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,6 +34,7 @@ def test_every_command_in_readme_works(tmp_path, monkeypatch, capsys):
     config = re.search(r"```python\n# myrun\.py\n(.*?)```", README.read_text(), re.DOTALL)
     assert config
     (tmp_path / "myrun.py").write_text(config[1], encoding="utf-8")
+    shutil.copytree(README.parent / "docs" / "examples", tmp_path / "docs" / "examples")
     commands = readme_commands()
     assert {command[0] for command in commands} == {
         "train",

@@ -123,6 +123,14 @@ class RunConfig:
         )
 
     def _check_slices(self) -> None:
+        a_node = self.clock.gpus_per_node
+        for s in self.slices:
+            whole = s.gpus // a_node * a_node
+            require(
+                s.gpus < a_node or s.gpus == whole,
+                f"slice {s.name}: gpus {s.gpus} are not whole nodes of clock.gpus_per_node "
+                f"{a_node}; use {whole} or {whole + a_node}",
+            )
         if self.cona:
             check_sliced_cona(self, self.cona)
         else:

@@ -34,18 +34,12 @@ def check_sliced_cona(run: "RunConfig", cona: ConaConfig) -> None:
             f"{name} {value!r} means nothing where cona chooses the strategies of slices, from "
             f"cona.global_batches and cona.micro_batches; leave it at {default!r}",
         )
-    modelled, a_node = run.clock.kind == "modelled", run.clock.gpus_per_node
+    modelled = run.clock.kind == "modelled"
     for s in run.slices:
         require(
             not s.speed,
             f"slice {s.name}: speed {s.speed} makes steps take time by their sequences alone, so "
             "that the smallest batch is always best; with cona give each slice its gpu",
-        )
-        whole = s.gpus // a_node * a_node
-        require(
-            s.gpus < a_node or s.gpus == whole,
-            f"slice {s.name}: gpus {s.gpus} are not whole nodes of clock.gpus_per_node {a_node}; "
-            f"use {whole} or {whole + a_node}",
         )
         devices, model = (s.gpus, run.clocked_model()) if modelled else (s.devices, run.model)
         found = enumerate_strategies(model, devices, cona.global_batches, cona.micro_batches)

@@ -12,7 +12,6 @@ from geojax.cona.noise import Moments
 from geojax.config import RunConfig
 from geojax.geomesh.balance import Plan
 from geojax.geomesh.clock import modelled_profiles
-from geojax.geomesh.options import modelled_choices
 from geojax.geomesh.speeds import Speeds
 from geojax.geomesh.steering import Decision, Planner, first_plan, read_profiles, record
 from geojax.geomesh.wan.history import History
@@ -66,7 +65,7 @@ class Agreed:
         config, facts = self._config, history.start["facts"]
         seconds = self._modelled_seconds
         if config.clock.kind == "modelled":
-            profiles = modelled_choices(config) if config.cona else modelled_profiles(config)
+            profiles = modelled_profiles(config)
         else:
             profiles = read_profiles(facts[str(i)]["profile"] for i in range(len(config.slices)))
             seconds = max(f["exchange_seconds"] for f in facts.values())

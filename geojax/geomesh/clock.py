@@ -4,17 +4,19 @@
 Invariant: for every slice compute + straggler wait + WAN wait + outer step = the round's seconds.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from geojax.config import RunConfig
+from geojax.config import ConfigError, RunConfig, SliceConfig
 from geojax.geomesh.balance import Option, Plan, SliceProfile
 from geojax.geomesh.layout import make_layout
 from geojax.geomesh.sync import payload_bytes
-from geojax.meshes.hardware import get_gpu, step_bytes, step_seconds
+from geojax.meshes.candidates import MICRO_BATCHES, Candidate, Job, frontier, make_plan
+from geojax.meshes.hardware import Cluster, get_gpu
+from geojax.meshes.timing_a100 import A100, extrapolated
 from geojax.meshes.wan import get_wan, wire_bytes
-
-_USABLE_MEMORY = 0.9  # of a GPU, the rest for its context, the network library and fragmentation
 
 
 class RoundTimes(NamedTuple):
@@ -102,29 +104,58 @@ def modelled_exchange_seconds(config: RunConfig, payload: int) -> float:
 
 
 def modelled_profiles(config: RunConfig) -> list[SliceProfile]:
-    """What each slice could do, from its relative speed or its GPU's figures."""
-    return [
-        SliceProfile(
-            s.name,
-            tuple(_option(config, i, batch) for batch in config.balance.batch_sizes),
-            int(get_gpu(s.gpu).memory_bytes * _USABLE_MEMORY) if s.gpu else None,
-        )
-        for i, s in enumerate(config.slices)
-    ]
+    """What each slice could do, from its relative speed, or of its GPUs the strategy of each batch
+    that is the fastest by the timing model, of those that fit.
+
+    ConfigError that names the slice, where nothing fits its GPUs.
+    """
+    profiles = []
+    for s in config.slices:
+        if s.gpu:
+            job = _job(config, s)
+            with naming(s.name):
+                found = frontier(make_plan(job, A100, extrapolated).candidates)
+            profiles.append(gpu_profile(s.name, job, found))
+        else:
+            options = (_option_by_speed(config, s, batch) for batch in config.slice_batches)
+            profiles.append(SliceProfile(s.name, tuple(options), None))
+    return profiles
 
 
-def _option(config: RunConfig, index: int, batch: int) -> Option:
-    s, clock = config.slices[index], config.clock
-    if s.speed and clock.base_step_seconds and clock.base_batch:
-        return Option(batch, clock.base_step_seconds * batch / clock.base_batch / s.speed, 0)
-    model, seq_len = config.clocked_model(), clock.seq_len or config.data.seq_len
-    memory = step_bytes(
-        model,
-        -(-batch // s.gpus),
-        seq_len,
-        compute_bytes=4 if config.train.compute_dtype == "float32" else 2,
-        optimizer_slots={"sgd": 0, "lion": 1, "adamw": 2}[config.train.optimizer.name],
-        micro_batch=config.train.micro_batch,
+def gpu_profile(name: str, job: Job, found: Sequence[Candidate]) -> SliceProfile:
+    """A slice that does `job` by the strategies `found`, one a batch."""
+    options = (
+        Option(c.strategy.global_batch, c.step_seconds, c.memory_bytes, str(c.strategy))
+        for c in found
     )
-    seconds = step_seconds(model, get_gpu(s.gpu), s.gpus, batch, seq_len)
-    return Option(batch, seconds, memory, f"dp{s.gpus}")
+    return SliceProfile(name, tuple(options), job.usable_bytes)
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Errors name the slice."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"slice {name}: {error}") from error
+
+
+def _job(config: RunConfig, s: SliceConfig) -> Job:
+    """What is planned for the GPUs of a slice: whole nodes, or part of one."""
+    model, seq_len = config.clocked_model(), config.clock.seq_len or config.data.seq_len
+    if config.cona:
+        micro = config.cona.micro_batches
+    else:
+        micro = (config.train.micro_batch,) if config.train.micro_batch else MICRO_BATCHES
+    a_node = min(s.gpus, config.clock.gpus_per_node)
+    cluster = Cluster(get_gpu(s.gpu), s.gpus // a_node, a_node)
+    batches = tuple(sorted(config.slice_batches))
+    return Job(model, seq_len, cluster, config.train.optimizer.name, batches, tuple(sorted(micro)))
+
+
+def _option_by_speed(config: RunConfig, s: SliceConfig, batch: int) -> Option:
+    clock = config.clock
+    assert s.speed
+    assert clock.base_step_seconds
+    assert clock.base_batch
+    return Option(batch, clock.base_step_seconds * batch / clock.base_batch / s.speed, 0)

@@ -33,7 +33,7 @@ from geojax.geomesh.clock import (
 )
 from geojax.geomesh.exchange import MeshExchange
 from geojax.geomesh.layout import make_layout
-from geojax.geomesh.options import choices, modelled_choices, work_strategy
+from geojax.geomesh.options import choices, work_strategy
 from geojax.geomesh.outer import OuterCopy, OuterStep, check_digests, digest
 from geojax.geomesh.parts import (
     chunk_steps,
@@ -214,7 +214,7 @@ class Trainer:
             strategies = choices(config, devices)
             profiles = measured_profiles(config, devices, strategies, self._program, params)
         else:
-            profiles = modelled_choices(config) if config.cona else modelled_profiles(config)
+            profiles = modelled_profiles(config)
         seconds = self.exchange_seconds
         if seconds is None and (config.balance.sync_share or config.cona):
             self._empty_exchange()

@@ -18,10 +18,10 @@ from rich.text import Text
 from geojax.cona.score import Option
 from geojax.config import ConfigError, require
 from geojax.meshes.aot import AotUnavailableError
-from geojax.meshes.calibration import read_calibration
 from geojax.meshes.candidates import (
     CONTEXT_BYTES,
     FRAGMENTATION,
+    MICRO_BATCHES,
     Candidate,
     Job,
     Plan,
@@ -31,7 +31,6 @@ from geojax.meshes.candidates import (
 )
 from geojax.meshes.hardware import Cluster, Gpu, get_gpu
 from geojax.meshes.memory import STATED_ERROR
-from geojax.meshes.timing_a100 import A100, extrapolated
 from geojax.models.config import TransformerConfig, get_model
 from geojax.plan.chain import (
     Chain,
@@ -50,6 +49,7 @@ from geojax.plan.chain_report import (
     print_chain,
 )
 from geojax.plan.exact import exact_bytes
+from geojax.plan.timing import read_timing, timing_source
 from geojax.track.console import format_seconds, format_share
 from geojax.track.environment import machine, versions
 from geojax.track.metrics import to_json, write_atomically
@@ -57,7 +57,8 @@ from geojax.track.metrics import to_json, write_atomically
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Strategies of a model on a cluster: which fit, and how fast they would be."""
+    """Strategies of a model on a cluster: which fit, and how fast they would be. With a preset and
+    --cluster FILE, a whole run over regions: `geojax plan PRESET --cluster FILE --help`."""
 
     model: tyro.conf.Positional[str]
     """A model of geojax.models, or a folder with a Hugging Face config.json."""
@@ -70,7 +71,7 @@ class PlanOptions:
     """Bytes a second and GPU between nodes, each way."""
     global_batches: tuple[int, ...] = (32, 64, 128, 256, 512)
     """Sequences a step."""
-    micro_batches: tuple[int, ...] = (1, 2, 4, 8)
+    micro_batches: tuple[int, ...] = MICRO_BATCHES
     """Sequences that one copy of the model computes at once."""
     seq_len: int | None = None
     """Tokens a sequence; unset: the model's context, or 2048."""
@@ -118,11 +119,7 @@ def run_plan(options: PlanOptions) -> None:
     name, model = _model(options.model)
     job = _job(options, model)
     noise, total_samples = _chain_inputs(options, job)
-    try:
-        timing = read_calibration(options.calibration) if options.calibration else A100
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    far = (lambda case: None) if options.calibration else extrapolated
+    timing, far = read_timing(options.calibration)
     try:
         plan = make_plan(job, timing, far)
     except ValueError as error:
@@ -318,11 +315,10 @@ def _table(plan: Plan, rows: int) -> Table:
 
 def _notes(plan: Plan, job: Job, options: PlanOptions, note: str) -> list[str]:
     fastest = plan.candidates[0]
-    source = options.calibration or "rows of A100s, vTrain's"
     lines = [
         f"Fastest: {fastest.strategy}, {fastest.samples_per_second:.4g} samples/s; "
         f"{len(plan.candidates):,} candidates fit, {len(plan.excluded):,} are out.",
-        f"Times: modelled clock, calibrated on {source}.",
+        f"Times: {timing_source(options.calibration)}.",
         f"{note[0].upper()}{note[1:]}. Usable: {job.usable_bytes / 1e9:.1f} GB of "
         f"{job.cluster.gpu.memory_bytes / 1e9:.0f}, less {CONTEXT_BYTES / 1e9:.0f} GB for context "
         f"and NCCL and {FRAGMENTATION:.0%} for fragmentation.",

@@ -42,7 +42,7 @@ class SimulateOptions:
     regions: tuple[str, ...] = ()
     """Where the slices are, one after another; unset: where the config has them."""
     gpus: tuple[str, ...] = ()
-    """What the config's slices run on, one after another, timed by data sheets; unset: as the
+    """What the config's slices run on, one after another, by the timing model; unset: as the
     config says."""
     by: Annotated[How, tyro.conf.arg(name="exchange")] = "config"
     """The pattern of the exchange; auto: the one of the least modelled time."""

@@ -77,7 +77,7 @@ def with_modelled_clock(
             s = replace(s, gpu=gpus[i % len(gpus)], speed=None)
         slices.append(s)
     clock = ClockConfig(kind="modelled", wan=name) if measured else replace(clock, wan=name)
-    if gpus:  # data sheets are for bfloat16
+    if gpus:  # they are timed for bfloat16
         clock = replace(clock, base_step_seconds=None, base_batch=None)
         train = replace(train, compute_dtype="bfloat16")
     return replace(config, slices=tuple(slices), clock=clock, train=train)
@@ -111,11 +111,7 @@ def make_setting(
         raise ConfigError(f"WAN {config.clock.wan}: {error}") from error
     network = Network(wan, where, jitter_seconds, seed)
     moved = traffic(config)
-    pattern: Pattern = config.exchange.resolve_schedule(count)
-    if how == "auto":
-        pattern = network.fastest(moved.payload_bytes)
-    elif how != "config":
-        pattern = how
+    pattern = choose_pattern(how, config, network, moved.payload_bytes)
     quiet = replace(network, jitter_seconds=0.0).exchange(pattern, moved.payload_bytes)
     profiles = modelled_profiles(config)
     work = make_plan(profiles, config.balance, quiet.seconds).work
@@ -128,6 +124,13 @@ def make_setting(
         tuple(replace(profiles[i % own], name=name) for i, name in enumerate(names)),
         moved,
     )
+
+
+def choose_pattern(how: How, config: RunConfig, network: Network, message_bytes: int) -> Pattern:
+    """The pattern by which the slices of `network` exchange messages of so many bytes."""
+    if how == "auto":
+        return network.fastest(message_bytes)
+    return config.exchange.resolve_schedule(len(network.regions)) if how == "config" else how
 
 
 def _name(name: str, index: int, own: int, count: int) -> str:

@@ -116,7 +116,8 @@ def plot_gantt(runs: Sequence[Run], path: Path | str, rounds: int = 3) -> None:
         for record in run.slices:
             if record["round"] in begins:
                 parts = {part: record[f"{part}_seconds"] / unit_seconds for part in PARTS}
-                _stack(axes, record["slice"], parts, begins[record["round"]] / unit_seconds)
+                begin = record.get("begin_seconds", begins[record["round"]])
+                _stack(axes, record["slice"], parts, begin / unit_seconds)
         for record in run.rounds[:rounds]:
             axes.axvline(record["seconds"] / unit_seconds, color="black", linewidth=1)
     panels[-1].set(xlabel=f"time ({unit})", xlim=(0, until / unit_seconds * 1.01))
