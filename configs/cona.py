@@ -30,7 +30,7 @@ def cona_tiny(name: str) -> RunConfig:
         train=replace(base.train, total_tokens=800_000, micro_batch=8),
         cona=ConaConfig(global_batches=(4, 8, 16, 32, 64, 128)),
         scaling=ScalingConfig(base_batch=16, rule="sqrt", cap=True),
-        noise=NoiseConfig(window_samples=200),
+        noise=NoiseConfig("preconditioned", window_samples=200),  # the steps are AdamW's
         clock=ClockConfig(
             kind="modelled",
             model=MODELLED[name],
@@ -94,7 +94,7 @@ def cona_bench(name: str) -> RunConfig:
         strategy="",
         cona=ConaConfig(batches, micro_batches),
         scaling=ScalingConfig(base_batch=16, rule="sqrt", cap=True),
-        noise=NoiseConfig(window_samples=200),
+        noise=NoiseConfig("preconditioned", window_samples=200),  # the steps are AdamW's
         clock=ClockConfig(
             kind="modelled",
             model=MODELLED[name],
