@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trained model of tasks that lies beside these tests, and the recipe that made it."""
+
+import hashlib
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from geojax.cli import main
+from geojax.data import tasks
+from geojax.diffusion.exact import LENGTH, STEPS, right
+from geojax.diffusion.load import load
+
+ROOT = Path(__file__).parents[2]
+FIXTURE = ROOT / "tests" / "fixtures" / "dlm-tasks"
+
+
+def share_right(model, task, count, seed=7):
+    rows = tasks.make_examples(task, 0.7, count, seed, LENGTH)  # one shape, compiled once
+    sampler = model.sampler()
+    answer = lambda asks: [a.tokens for a in sampler.sample(asks, steps_a_call=STEPS)]  # noqa: E731
+    return float(right(rows, STEPS, answer).mean())
+
+
+def test_the_weights_are_those_that_the_docs_name():
+    weights = FIXTURE / "model.safetensors"
+    assert weights.stat().st_size <= 3e6
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    assert re.search(rf"`{digest}`", (ROOT / "docs" / "diffusion.md").read_text())
+
+
+def test_it_answers_the_core_tasks():
+    model = load(FIXTURE)
+    found = [share_right(model, task, 64) for task in ("copy", "shift", "max")]
+    # At 95 % or more, fewer than 54 of 64 is a matter of one in a hundred thousand.
+    assert min(found) >= 54 / 64, found
+
+
+@pytest.mark.runs
+def test_some_minutes_of_its_recipe_learn_to_copy_and_shift(tmp_path):
+    run = tmp_path / "run"
+    assert main(["train", "dlm-tasks", "--out", str(run), "--train.total-tokens", "1792000"]) == 0
+    found = {task: share_right(load(run), task, 128) for task in ("copy", "shift", "hop3")}
+    assert found["copy"] >= 0.8, found
+    assert found["shift"] >= 0.5, found
+    assert np.isfinite(found["hop3"])
