@@ -8,14 +8,18 @@ import jax
 import numpy as np
 import pytest
 
+from geojax.bench import bicache
 from geojax.bench.bicache import BicacheOptions, cells, compare, run_bicache
 from geojax.bench.guard import GuardOptions, run_guard
 from geojax.bicache.depth import Depths
 from geojax.config import ConfigError
 from geojax.data import tasks
+from geojax.diffusion.load import load
 from geojax.models.config import get_model
 from geojax.models.transformer import init_params
 from geojax.models.weights import SpecialTokens, save_safetensors
+
+DEEP = replace(get_model("dlm-tasks"), layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +80,22 @@ def test_the_guard_is_asked_about_every_task_and_counts_what_it_costs(folder, tm
     assert {w.task for w in found} == {task.name for task in tasks.TASKS}
     assert all(w.requests == 2 and 0 <= w.retreats <= 2 and w.extra > 0 for w in found)
     assert len(json.loads((tmp_path / "guard.json").read_text())["watches"]) == len(found)
+
+
+@pytest.mark.parametrize("harm", [0.0, 0.3])
+def test_depths_are_tried_one_by_one_only_where_reuse_costs_something(
+    harm, folder, tmp_path, monkeypatch
+):
+    def answer(cell, model, rows, steps):
+        rng = np.random.default_rng(0)
+        right = np.ones(len(rows.tokens), bool)
+        return right & (rng.random(len(right)) >= harm) if cell.depth else right
+
+    monkeypatch.setattr(bicache, "answer", answer)
+    monkeypatch.setattr(bicache, "load", lambda path: replace(load(path), config=DEEP))
+    found = run_bicache(BicacheOptions(folder, out=tmp_path, count=500, tasks=("copy",)))
+    tried = {r.cell.depth for r in found if r.cell.policy == "bicache"}
+    assert tried == ({1, 2, 3} if harm else {1})
 
 
 def test_bad_input_is_refused(folder, tmp_path):
