@@ -89,6 +89,9 @@ class TransformerConfig:
     embed_init: float = 0.0
     """Deviation of a fresh embedding's elements, where the head is another table; 0: 1 / sqrt(dim).
     The larger it is, the deeper a row's keys and values stay those of its own token."""
+    block: str = ""
+    """Layers of one's own in place of the family's: an nnx.Module class, as FILE.py:NAME or
+    MODULE:NAME, made and called as models.transformer.Block is. Empty: the family's."""
 
     def __post_init__(self):
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "mlp_dim"):

@@ -117,9 +117,9 @@ class RunConfig:
         )
         require(
             not (self.noise and self.noise.metric == "preconditioned")
-            or self.train.optimizer.name != "sgd",
+            or self.train.optimizer.name in ("adamw", "lion"),
             "noise.metric 'preconditioned' is by what the optimizer knows of the gradient's size, "
-            "and sgd knows nothing; use 'plain', or adamw or lion",
+            f"and {self.train.optimizer.name} knows nothing; use 'plain', or adamw or lion",
         )
 
     def _check_slices(self) -> None:

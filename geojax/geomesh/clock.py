@@ -11,6 +11,7 @@ from geojax.config import RunConfig
 from geojax.geomesh.balance import Option, Plan, SliceProfile
 from geojax.geomesh.layout import make_layout
 from geojax.geomesh.sync import payload_bytes
+from geojax.meshes.candidates import OPTIMIZER_SLOTS
 from geojax.meshes.hardware import get_gpu, step_bytes, step_seconds
 from geojax.meshes.wan import get_wan, wire_bytes
 
@@ -84,13 +85,14 @@ class Traffic:
 
 def traffic(config: RunConfig) -> Traffic:
     """Traffic of an exchange of the model whose time is counted."""
-    from geojax.models.transformer import abstract_params
+    from geojax.models.transformer import abstract_params, count_params
 
     model = config.clocked_model()
     payload = payload_bytes(make_layout(abstract_params(model), config.exchange))
     slices = len(config.slices)
     sent = wire_bytes(config.exchange.resolve_schedule(slices), slices, payload)
-    return Traffic(model.num_params, payload, 4 * model.num_params, sent)
+    params = count_params(model)
+    return Traffic(params, payload, 4 * params, sent)
 
 
 def modelled_exchange_seconds(config: RunConfig, payload: int) -> float:
@@ -123,7 +125,7 @@ def _option(config: RunConfig, index: int, batch: int) -> Option:
         -(-batch // s.gpus),
         seq_len,
         compute_bytes=4 if config.train.compute_dtype == "float32" else 2,
-        optimizer_slots={"sgd": 0, "lion": 1, "adamw": 2}[config.train.optimizer.name],
+        optimizer_slots=OPTIMIZER_SLOTS[config.train.optimizer.name],
         micro_batch=config.train.micro_batch,
     )
     seconds = step_seconds(model, get_gpu(s.gpu), s.gpus, batch, seq_len)

@@ -47,6 +47,13 @@ def _same(theirs: Any, ours: Any) -> bool:
     return theirs == ours
 
 
+def _plain(name: str, value: Any) -> Any:
+    """As JSON has it; a file of the user's own by its name, since folders move."""
+    if name == "block":
+        return value.rpartition("/")[2]
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _identity(config: RunConfig) -> dict[str, Any]:
     """Settings that the state depends on, by name."""
     parts = {
@@ -55,7 +62,7 @@ def _identity(config: RunConfig) -> dict[str, Any]:
         "exchange": asdict(config.exchange),
     }
     return {
-        f"{part}.{name}": list(value) if isinstance(value, tuple) else value
+        f"{part}.{name}": _plain(name, value)
         for part, fields in parts.items()
         for name, value in fields.items()
         if name not in ("source", "tokenizer")  # their result is compared
