@@ -187,7 +187,7 @@ class Transformer:
         return graphs
 
 
-def block_class(config: TransformerConfig) -> type[nnx.Module]:
+def block_class(config: TransformerConfig) -> Any:
     """What a layer is; ConfigError where `config.block` names none."""
     if not config.block:
         return Block

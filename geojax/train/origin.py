@@ -23,8 +23,9 @@ def check_origin(meta: dict[str, Any], config: RunConfig, corpus: Corpus | TaskS
     ours = origin(config, corpus)
     require(
         meta["slices"] == ours["slices"],
-        f"the checkpoint is of slices {meta['slices']}, the config of {ours['slices']}; resume "
-        "with the config that wrote it",
+        f"slices in config.json are {ours['slices']}, but {meta['slices']} in the checkpoint, of "
+        "which each has a state of its own; put them back, or take the weights with `geojax "
+        "convert` and start a new run with --init",
     )
     require(
         (meta["corpus"], meta["tokenizer"]) == (ours["corpus"], ours["tokenizer"]),
