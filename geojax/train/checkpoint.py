@@ -38,7 +38,6 @@ class Checkpoints:
         newest: Any = ocp.training.preservation_policies.LatestN(config.keep)
         self._checkpointer = ocp.training.Checkpointer(
             str(folder.resolve()),
-            context=ocp.Context(async_options=ocp.options.AsyncOptions(timeout_secs=_patience())),
             preservation_policy=newest,
             cleanup_tmp_directories=not reads_only,
         )
@@ -185,12 +184,6 @@ class Checkpoints:
                 f"a checkpoint could not be written to {self._checkpointer.directory}: {reason}; "
                 "those before it are whole: make room, then go on with `geojax train --resume`"
             ) from error
-
-
-def _patience() -> int:
-    """Seconds until Orbax gives a save up. It counts them by the time of day, which jumps; only
-    where processes wait for each other is there anything to give up for."""
-    return 20 * 60 if jax.process_count() > 1 else 10**9
 
 
 def _finish(response: Any, folder: Path) -> None:
