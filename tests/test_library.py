@@ -22,11 +22,13 @@ def fresh(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_importing_geojax_imports_no_jax():
-    code = (
-        "import geojax, sys; geojax.RunConfig; print('jax' in sys.modules, 'flax' in sys.modules)"
-    )
-    assert fresh(code) == "False False"
+@pytest.mark.parametrize(
+    "use", ["import geojax; geojax.RunConfig", "from geojax.cli import main; main(['--help'])"]
+)
+def test_what_must_answer_at_once_imports_nothing_heavy(use):
+    heavy = ("jax", "flax", "optax", "orbax", "scipy", "matplotlib", "pydantic")
+    said = fresh(f"import sys; {use}; print([m for m in {heavy} if m in sys.modules])")
+    assert said.splitlines()[-1] == "[]"
 
 
 def test_every_exported_name_is_there_once_and_what_type_checkers_see():
