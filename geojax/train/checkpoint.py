@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, cast
 
@@ -160,14 +161,15 @@ class Checkpoints:
         for step, why in damaged.items():
             place, fate = self._folder / str(step), "it is left out"
             if not reads_only and good >= 0:
+                aside = _unused(place.with_name(f"{step}.damaged"))
                 try:
-                    place.rename(place.with_name(f"{step}.damaged"))
+                    place.rename(aside)
                 except OSError as error:
                     raise RunError(
                         f"checkpoint {place} is damaged ({why}) and cannot be set aside: "
                         f"{error.strerror}; make its folder writable, or remove it"
                     ) from error
-                fate = f"it is now {place.name}.damaged"
+                fate = f"it is now {aside.name}"
             ahead = f", and checkpoint {good} is used in its place" if good >= 0 else ""
             print(
                 f"geojax: warning: checkpoint {place} is damaged ({why}); {fate}{ahead}",
@@ -184,6 +186,12 @@ class Checkpoints:
                 f"a checkpoint could not be written to {self._checkpointer.directory}: {reason}; "
                 "those before it are whole: make room, then go on with `geojax train --resume`"
             ) from error
+
+
+def _unused(path: Path) -> Path:
+    """`path`, or with a number behind it where there is something by that name."""
+    numbered = (path.with_name(f"{path.name}{n}") for n in count(2))
+    return next(p for p in chain([path], numbered) if not p.exists())
 
 
 def _finish(response: Any, folder: Path) -> None:

@@ -99,6 +99,16 @@ def test_a_damaged_one_is_set_aside_and_the_run_saves_after_it(written, tmp_path
     assert {p.name for p in folder.iterdir()} == {"1", "2", "1.damaged"}
 
 
+def test_a_second_one_of_the_same_number_is_set_aside_beside_the_first(written, tmp_path):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(written, folder)
+    for names in ({"0", "1.damaged"}, {"0", "1.damaged", "1.damaged2"}):
+        cut(folder / "1" / "state" / "manifest.ocdbt")
+        assert read(folder) == 0
+        assert {p.name for p in folder.iterdir()} == names
+        write(folder, 5)
+
+
 def test_a_checkpoint_whose_run_was_killed_before_its_sums_is_read_to_tell(
     written, tmp_path, capsys
 ):
