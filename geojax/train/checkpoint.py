@@ -7,6 +7,7 @@ resumes from. Saving goes on in the background; the arrays handed over are copie
 may change its own.
 """
 
+import errno
 import logging
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,11 @@ from geojax.train.checksums import damage, has_sums, write_sums
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax narrates; its errors are raised too
 
 
+# Where the folders of a save cannot be made in the background, threads wait minutes for them, and
+# keep a process that has failed from ending.
+_PROMPT = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+
+
 class Checkpoints:
     """The checkpoints of one run folder, oldest first; numbered by save."""
 
@@ -39,6 +45,7 @@ class Checkpoints:
         newest: Any = ocp.training.preservation_policies.LatestN(config.keep)
         self._checkpointer = ocp.training.Checkpointer(
             str(folder.resolve()),
+            context=ocp.Context(async_options=_PROMPT),
             preservation_policy=newest,
             cleanup_tmp_directories=not reads_only,
         )
@@ -182,9 +189,11 @@ class Checkpoints:
             yield
         except Exception as error:  # whatever the storage raises, a full disk among it
             reason = " ".join(str(error).split())[:200]
+            refused = isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES)
+            fix = "make it writable" if refused else "make room"
             raise RunError(
                 f"a checkpoint could not be written to {self._checkpointer.directory}: {reason}; "
-                "those before it are whole: make room, then go on with `geojax train --resume`"
+                f"those before it are whole: {fix}, then go on with `geojax train --resume`"
             ) from error
 
 
