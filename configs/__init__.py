@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Presets: runs by name, each a function that returns a full `RunConfig`."""
 
-import runpy
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -9,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from geojax.config import ConfigError, OptimizerConfig, RunConfig
+from geojax.config.own import run_file
 from geojax.configs.baselines import BASELINES
 from geojax.configs.cona import MODELLED, cona_large, cona_tiny
 from geojax.configs.diffusion import dlm_tasks
@@ -92,7 +92,7 @@ def load_config(name_or_file: str) -> RunConfig:
     if not path.is_file():
         raise ConfigError(f"no file {name_or_file!r}; give a preset or an existing Python file")
     try:
-        make = runpy.run_path(str(path)).get("config")
+        make = getattr(run_file(path), "config", None)
     except (Exception, SystemExit) as error:
         raise ConfigError(_one_line(path, error)) from error
     if not callable(make):

@@ -69,13 +69,13 @@ def read_chain(path: Path) -> tuple[ChainLeg, ...]:
     return legs
 
 
-def start(config: RunConfig, folder: Path, console: Console | None = None) -> bool:
+def start(config: RunConfig, folder: Path | str, console: Console | None = None) -> bool:
     """Begin a run in a new folder; False if it was stopped before its end, saved.
 
     ConfigError before anything is written where the config or its text cannot be used, or where
     the folder holds something already.
     """
-    rows = _join(config)
+    folder, rows = Path(folder), _join(config)
     if not _first():  # the first process of the cluster makes the folder
         return _run(config, folder, console, rows)
     existed = folder.exists()
@@ -107,7 +107,7 @@ def begin_folder(config: RunConfig, folder: Path, command: str = "train") -> Non
 
 
 def resume(
-    folder: Path,
+    folder: Path | str,
     console: Console | None = None,
     strategy: str | None = None,
     cluster: ClusterConfig | None = None,
@@ -118,6 +118,7 @@ def resume(
     are several. False if it was stopped again before its end, saved. ConfigError where it is not a
     run folder.
     """
+    folder = Path(folder)
     config = read_config(folder / "config.json")
     if strategy is not None:
         config = replace(config, strategy=strategy, chain=(), cona=None)

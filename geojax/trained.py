@@ -12,9 +12,10 @@ from geojax.runs import read_config
 from geojax.train.checkpoint import read_params
 
 
-def read_run(folder: Path) -> tuple[RunConfig, Params, SpecialTokens, Tokenizer | None]:
+def read_run(folder: Path | str) -> tuple[RunConfig, Params, SpecialTokens, Tokenizer | None]:
     """Config, parameters, special tokens and tokenizer of a run, from its newest checkpoint and
     cached text; no tokenizer where the text is no longer there, or there was none."""
+    folder = Path(folder)
     config = read_config(folder / "config.json")
     params, meta = read_params(folder)
     if config.data.source.kind == "tasks":

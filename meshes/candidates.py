@@ -19,8 +19,8 @@ CONTEXT_BYTES = 10**9
 """Kept for CUDA's context and NCCL's buffers: an assumption."""
 FRAGMENTATION = 0.05
 """Share of the memory kept for fragmentation and libraries' workspaces: an assumption."""
-OPTIMIZER_SLOTS = {"adamw": 2, "lion": 1, "sgd": 0}
-"""Values a parameter that an optimizer keeps."""
+OPTIMIZER_SLOTS = {"adamw": 2, "lion": 1, "sgd": 0, "own": 2}
+"""Values a parameter that an optimizer keeps; of one's own, an assumption."""
 INTERLEAVES = (1, 2, 4)
 MICRO_BATCHES = (1, 2, 4, 8)
 """Sequences that one copy of the model computes at once, where nothing else is asked for."""

@@ -150,6 +150,8 @@ def problems(strategy: Strategy, model: TransformerConfig) -> list[str]:
             f"need; use global_batch {s.global_batch // (rows * s.pp) * rows * s.pp} or "
             f"{(s.global_batch // (rows * s.pp) + 1) * rows * s.pp}, or interleave 1"
         )
+    if model.block and s.tp > 1:
+        found.append(f"model.block {model.block!r} is layers of one's own, whole; use tp 1")
     if s.interleave > 1 and s.pp == 1:
         found.append(f"interleave {s.interleave} needs pp above 1; use interleave 1")
     if s.sharding != "none" and s.dp == 1:

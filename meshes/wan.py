@@ -137,7 +137,10 @@ def get_wan(name_or_csv: str) -> Wan:
             links = _read_links(reader)
             return from_links(links, 64 if "gbps_64_streams" in (reader.fieldnames or ()) else 1)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"WAN file {name_or_csv!r} cannot be read: {error}") from error
+        raise ValueError(
+            f"WAN file {name_or_csv!r} cannot be read: {error}; name a CSV file of "
+            f"links, or one of {list(WANS)}"
+        ) from error
     except ValueError as error:
         raise ValueError(f"WAN file {name_or_csv!r}: {error}") from error
 

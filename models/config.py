@@ -5,6 +5,7 @@ Importable without JAX, so that planning and `--help` stay quick. Invariant: a `
 that exists is one that can be built.
 """
 
+import math
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
@@ -30,12 +31,12 @@ class RopeScaling:
     original_context: int = 8192
 
     def __post_init__(self):
-        if self.factor <= 0 or self.original_context < 1:
+        if not 0 < self.factor < math.inf or self.original_context < 1:
             raise ValueError(
-                f"rope factor {self.factor} must be above 0, and original_context "
+                f"rope factor {self.factor} must be above 0 and finite, and original_context "
                 f"{self.original_context} at least 1; Llama 3.2 uses 32 and 8192"
             )
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
+        if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
             raise ValueError(
                 f"rope low_freq_factor {self.low_freq_factor} must be above 0 and below "
                 f"high_freq_factor {self.high_freq_factor}; Llama 3 uses 1 and 4"
@@ -89,6 +90,9 @@ class TransformerConfig:
     embed_init: float = 0.0
     """Deviation of a fresh embedding's elements, where the head is another table; 0: 1 / sqrt(dim).
     The larger it is, the deeper a row's keys and values stay those of its own token."""
+    block: str = ""
+    """Layers of one's own in place of the family's: an nnx.Module class, as FILE.py:NAME or
+    MODULE:NAME, made and called as models.transformer.Block is. Empty: the family's."""
 
     def __post_init__(self):
         for name in ("vocab_size", "dim", "layers", "heads", "kv_heads", "mlp_dim"):
@@ -114,15 +118,15 @@ class TransformerConfig:
             )
         if self.family == "bert" and not self.tied:
             raise ValueError("model tied False: the head of a bert is its embedding; set it True")
-        if self.embed_init < 0 or (self.tied and self.embed_init):
+        if not 0 <= self.embed_init < math.inf or (self.tied and self.embed_init):
             raise ValueError(
-                f"model embed_init {self.embed_init} must be above 0, and means nothing where the "
-                "head is the embedding; leave it unset"
+                f"model embed_init {self.embed_init} must be at least 0 and finite, and "
+                "means nothing where the head is the embedding; leave it unset"
             )
-        if self.rope_theta <= 0 or self.norm_eps <= 0:
+        if not 0 < self.rope_theta < math.inf or not 0 < self.norm_eps < math.inf:
             raise ValueError(
-                f"model rope_theta {self.rope_theta} and norm_eps {self.norm_eps} must be above 0; "
-                "use 10000 and 1e-5"
+                f"model rope_theta {self.rope_theta} and norm_eps {self.norm_eps} must be above 0 "
+                "and finite; use 10000 and 1e-5"
             )
         unit = self.heads if self.learned_positions else 2 * self.heads
         if self.dim % unit:

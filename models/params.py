@@ -34,9 +34,10 @@ def block_dims(path: tuple[Any, ...]) -> int:
 
 def _role(path: tuple[Any, ...], leaf: Any) -> Role:
     names = [entry.key for entry in path]
-    stacked = leaf.shape[0] if names[0] == "blocks" else 1
-    if names[-1].endswith(("scale", "bias")):
+    in_stack = names[0] == "blocks"
+    stacked = leaf.shape[0] if in_stack else 1
+    if names[-1].endswith(("scale", "bias")) or leaf.ndim - in_stack < 2:
         return Role("vector", stacked)
-    if names[-1] in _TABLES:
+    if names[-1] in _TABLES and not in_stack:
         return Role("table", 1)
     return Role("matrix", stacked)

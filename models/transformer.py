@@ -8,7 +8,7 @@ the weights, and the collectives that go with it, computes that device's share o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from geojax.config import require
+from geojax.config.own import load_own
 from geojax.models.attention import NEVER, Attend, attend
 from geojax.models.collectives import ONE_DEVICE, Collectives
 from geojax.models.config import TOKEN_TYPES, TransformerConfig
@@ -164,7 +166,7 @@ class Transformer:
         """[b, r, d] after layer `number` of the model, from 0 on."""
         if inputs.dropout is not None:
             inputs = inputs._replace(dropout=inputs.dropout._replace(layer=number + 1))
-        block = self._module(Block, weights)
+        block = self._module(block_class(self.config), weights)
         return block(x, rotary, inputs, self.collectives, self.attend)
 
     def logits(self, rest: Params, x: Float[Array, "b r d"]) -> Float[Array, "b t v"]:
@@ -172,24 +174,37 @@ class Transformer:
         return self._module(Head, rest)(x, rest["embed"], self.collectives)
 
     def _module(self, kind: type[nnx.Module], params: Params) -> Any:
-        graph, names = self._graphs[kind.__name__]
+        graph, names = self._graphs[kind]
         return nnx.merge(graph, nnx.State({name: params[name] for name in names}))
 
     @cached_property
-    def _graphs(self) -> dict[str, tuple[Any, list[str]]]:
+    def _graphs(self) -> dict[type[nnx.Module], tuple[Any, list[str]]]:
         """Structure and parameter names of each module, without any memory."""
         graphs = {}
-        for kind in (Embedder, Block, Head):
+        for kind in (Embedder, block_class(self.config), Head):
             graph, state = nnx.split(_abstract(kind, self.config))
-            graphs[kind.__name__] = (graph, list(nnx.to_pure_dict(state)))
+            graphs[kind] = (graph, list(nnx.to_pure_dict(state)))
         return graphs
+
+
+def block_class(config: TransformerConfig) -> Any:
+    """What a layer is; ConfigError where `config.block` names none."""
+    if not config.block:
+        return Block
+    block = load_own(config.block, "model.block")
+    require(
+        isinstance(block, type) and issubclass(block, nnx.Module),
+        f"model.block {config.block!r} is {block!r}; name a class made of flax.nnx.Module",
+    )
+    return block
 
 
 def init_params(config: TransformerConfig, seed: int) -> Params:
     """Fresh parameters, the same for the same seed on every machine and mesh."""
     rngs = nnx.Rngs(params=seed)
     embedder = Embedder(config, rngs=rngs)
-    stack = nnx.vmap(lambda r: Block(config, rngs=r), axis_size=config.layers)
+    block = block_class(config)
+    stack = nnx.vmap(lambda r: block(config, rngs=r), axis_size=config.layers)
     blocks = stack(rngs.split(config.layers))
     head = Head(config, rngs=rngs)
     embedder, blocks, head = (
@@ -201,6 +216,16 @@ def init_params(config: TransformerConfig, seed: int) -> Params:
 def abstract_params(config: TransformerConfig) -> Params:
     """The pytree of `init_params` as `jax.ShapeDtypeStruct`s; costs no memory."""
     return jax.eval_shape(lambda: init_params(config, 0))
+
+
+def count_params(config: TransformerConfig) -> int:
+    """Parameters of the model, whatever its layers are, without padding of the vocabulary."""
+    if not config.block:
+        return config.num_params
+    plain = replace(config, block="")
+    ours, theirs = (abstract_params(c)["blocks"] for c in (config, plain))
+    sizes = [sum(x.size for x in jax.tree.leaves(tree)) for tree in (ours, theirs)]
+    return config.num_params + sizes[0] - sizes[1]
 
 
 def make_apply(config: TransformerConfig) -> Callable[..., Float[Array, "b t V"]]:

@@ -173,7 +173,7 @@ def greedy_evals(folder: Path) -> list[dict[str, Any]] | None:
         return None
     from geojax.train.checkpoint import Checkpoints
 
-    with Checkpoints(folder / "checkpoints", CheckpointConfig()) as checkpoints:
+    with Checkpoints(folder / "checkpoints", CheckpointConfig(), reads_only=True) as checkpoints:
         place = {} if checkpoints.empty else checkpoints.meta()["place"]
     return place["evals"] if place.get("ended") else None
 

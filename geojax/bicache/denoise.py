@@ -27,6 +27,7 @@ from geojax.bicache.paged import attend_paged, gather, row_places, tokens_at, wr
 from geojax.bicache.pages import Pool
 from geojax.bicache.policy import Reach
 from geojax.diffusion.canvas import Canvas, Rules, commit, window
+from geojax.diffusion.choose import Read, read
 from geojax.diffusion.forward import read_window
 from geojax.models.transformer import Inputs, Params, Transformer
 
@@ -91,6 +92,8 @@ class Denoiser:
     """Of the widest block."""
     reach: Reach
     """Which rows run between refreshes."""
+    read: Read = read
+    """As in Sampler."""
 
     def run(
         self,
@@ -134,7 +137,9 @@ class Denoiser:
                 lambda pool: self._part(params, pool, rows, canvas, rules, seen),
                 state.pool,
             )
-        reading = read_window(self.model, params, found, None, seen, rules, canvas.steps, forbidden)
+        reading = read_window(
+            self.model, params, found, None, seen, rules, canvas.steps, forbidden, self.read
+        )
         new = commit(canvas, rules, seen, reading, self.mask_id, end_ids)
         due = (rows.every > 0) & (rows.since + 1 >= rows.every)
         since = jnp.where(due | (new.block != canvas.block), 0, rows.since + 1)

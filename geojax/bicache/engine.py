@@ -500,6 +500,7 @@ class Engine:
             shape.suffix_rows,
             min(shape.window_rows, shape.suffix_rows),
             self.policy.window,
+            sampler.read,
         )
         return partial(
             _compiled(denoiser),

@@ -113,7 +113,8 @@ class ConaConfig:
             values = getattr(self, name)
             require(
                 values and min(values) >= 1 and len(set(values)) == len(values),
-                f"cona.{name} {values} needs at least one number, each once and at least 1",
+                f"cona.{name} {values} needs at least one number, each once and at least 1; use "
+                "such as (4, 8, 16)",
             )
         require(self.dwell_rounds >= 1, f"cona.dwell_rounds {self.dwell_rounds} must be at least 1")
         for name in ("margin", "trial_share"):

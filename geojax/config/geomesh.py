@@ -112,7 +112,8 @@ class BalanceConfig:
         )
         require(
             self.batch_sizes and min(self.batch_sizes) >= 1,
-            f"balance.batch_sizes {self.batch_sizes} needs at least one batch, each at least 1",
+            f"balance.batch_sizes {self.batch_sizes} needs at least one batch, each at least 1; "
+            "use such as (8, 16)",
         )
         require(
             len(set(self.batch_sizes)) == len(self.batch_sizes),
@@ -222,7 +223,8 @@ class ClockConfig:
         require(
             bool(self.wan or self.gpu) == modelled and not (self.wan and self.gpu),
             f"clock.kind {self.kind!r}: the modelled clock, and no other, wants either a wan "
-            f"({self.wan!r}), for slices, or a gpu ({self.gpu!r}), for strategies",
+            f"({self.wan!r}), for slices, or a gpu ({self.gpu!r}), for strategies; "
+            + ("set one of them" if modelled else "leave both unset, or set clock.kind"),
         )
         for name in ("seq_len", "base_batch", "nodes", "gpus_per_node"):
             value = getattr(self, name)

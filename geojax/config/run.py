@@ -117,9 +117,9 @@ class RunConfig:
         )
         require(
             not (self.noise and self.noise.metric == "preconditioned")
-            or self.train.optimizer.name != "sgd",
+            or self.train.optimizer.name in ("adamw", "lion"),
             "noise.metric 'preconditioned' is by what the optimizer knows of the gradient's size, "
-            "and sgd knows nothing; use 'plain', or adamw or lion",
+            f"and {self.train.optimizer.name} knows nothing; use 'plain', or adamw or lion",
         )
 
     def _check_slices(self) -> None:
@@ -191,7 +191,8 @@ class RunConfig:
         )
         require(
             self.train.micro_batch is None or modelled,
-            f"train.micro_batch {self.train.micro_batch} is of slices; the strategy names its own",
+            f"train.micro_batch {self.train.micro_batch} is of slices; the strategy names its own: "
+            "leave it unset",
         )
         model, gpus = self.clocked_model(), self.clock.nodes * self.clock.gpus_per_node
         try:
@@ -281,11 +282,12 @@ class RunConfig:
             require(
                 (s.speed is None) != (not s.gpu),
                 f"slice {s.name}: the modelled clock wants either speed ({s.speed}) or gpu "
-                f"({s.gpu!r}), exactly one",
+                f"({s.gpu!r}), exactly one; set that one, and leave the other unset",
             )
             require(
                 s.gpu or s.gpus == 1,
-                f"slice {s.name}: gpus {s.gpus} goes with gpu; a speed is of the whole slice",
+                f"slice {s.name}: gpus {s.gpus} goes with gpu; a speed is of the whole slice: "
+                "leave gpus at 1",
             )
         try:  # every GPU must be known, and every link needs a rate and a round-trip time
             for s in self.slices:

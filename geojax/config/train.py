@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from geojax.config.base import STRICT, require
+from geojax.config.own import check_form
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,8 @@ class OptimizerConfig:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
 
-    name: Literal["lion", "adamw", "sgd"] = "lion"
+    name: Literal["lion", "adamw", "sgd", "own"] = "lion"
+    """own: what `function` returns."""
     learning_rate: float = 1e-3
     """Peak learning rate."""
     b1: float | None = None
@@ -27,16 +29,33 @@ class OptimizerConfig:
     """sgd: momentum, 0 for none."""
     nesterov: bool = False
     """sgd: look ahead by one step of momentum."""
+    function: str = ""
+    """own: a function, as FILE.py:NAME or MODULE:NAME, that takes nothing and returns an optax
+    optimizer at learning rate 1, such as optax.adamw(1.0). Its updates are multiplied by the run's
+    rate; weight decay is its own affair."""
 
     def __post_init__(self):
         require(
             0 < self.learning_rate < math.inf,
             f"learning_rate {self.learning_rate} must be above 0 and finite",
         )
+        own = self.name == "own"
+        require(
+            bool(self.function) == own,
+            f"function {self.function!r} goes with name 'own' and only with it (name is "
+            f"{self.name!r}); set both or neither",
+        )
+        if own:
+            check_form(self.function, "optimizer function")
+        require(
+            not own or not self.weight_decay,
+            f"weight_decay {self.weight_decay} means nothing to an optimizer of one's own; put it "
+            "into the function, and leave this at 0",
+        )
         for name in ("b1", "b2"):
             value = getattr(self, name)
             require(
-                value is None or (0 <= value < 1 and self.name != "sgd"),
+                value is None or (0 <= value < 1 and self.name not in ("sgd", "own")),
                 f"{name} {value} must lie in [0, 1) and goes with lion or adamw, not {self.name}",
             )
         require(

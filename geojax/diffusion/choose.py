@@ -8,6 +8,7 @@ first, so at temperature 0 a step is deterministic.
 Shapes: b requests, w positions of a window, r of them at once, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +42,12 @@ class Draws(NamedTuple):
     temperature: Float[Array, " b"]
     """Of the token's distribution; 0 takes the likeliest."""
     seed: UInt[Array, " b"]
+
+
+Read = Callable[
+    [Float[Array, "b r V"], Bool[Array, " V"], Draws, Int[Array, " b"], Int[Array, "b r"]], Reading
+]
+"""What `read` is: the rule by which a sampler reads logits, traced under jit."""
 
 
 def read(

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from geojax.diffusion.canvas import Rules, Window
-from geojax.diffusion.choose import Reading, guide, read
+from geojax.diffusion.choose import Read, Reading, guide, read
 from geojax.models.transformer import Inputs, Params, Transformer
 
 HEAD_ROWS = 32
@@ -59,12 +59,13 @@ def read_window(
     rules: Rules,
     steps: Int[Array, " b"],
     forbidden: Array,
+    read: Read = read,
 ) -> Reading:
     """What the model says of a window's masked positions, which come first; others get anything.
 
     `rows` predict them; `blind` are the same under a masked prompt, for guidance. HEAD_ROWS of
     them have logits at once, and as many such pieces are computed as the row with the most masks
-    needs.
+    needs. `read` makes token and score of logits.
     """
     count, width = seen.masked.shape
     piece = min(HEAD_ROWS, width)

@@ -93,7 +93,7 @@ class Model:
         return self.tokenizer
 
 
-def load(folder: Path, dtype: DTypeLike = jnp.float32) -> Model:
+def load(folder: Path | str, dtype: DTypeLike = jnp.float32) -> Model:
     """The diffusion model in a run folder, or in one of safetensors as `geojax convert` writes,
     its parameters in `dtype` on the default device.
 
@@ -101,7 +101,7 @@ def load(folder: Path, dtype: DTypeLike = jnp.float32) -> Model:
 
     ConfigError where there is none, it is causal, or nothing says which token is the mask.
     """
-    folder = folder.expanduser()
+    folder = Path(folder).expanduser()
     require(folder.is_dir(), f"{folder} is not a folder; name that of a run or of weights")
     read = _of_run if (folder / "metrics.jsonl").is_file() else _of_weights
     config, params, special, tokenizer = read(folder, jnp.dtype(dtype))

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Int32
 
 from geojax.config import RunError, require
 from geojax.diffusion.canvas import Canvas, Rules, begin, commit, power_of_two, window
+from geojax.diffusion.choose import Read, read
 from geojax.diffusion.forward import hidden, read_window, rows_of
 from geojax.diffusion.request import Request, check, masks
 from geojax.models.transformer import Params, Transformer
@@ -63,6 +64,9 @@ class Sampler:
     end_ids: tuple[int, ...] = ()
     """Ids that end an answer."""
     dtype: DTypeLike = jnp.float32
+    read: Read = read
+    """How logits are read: one's own rule gives each masked position a token, and a score by which
+    the request's policy chooses what is filled (confidence: the highest; threshold: all above)."""
 
     def __post_init__(self):
         config = self.model.config
@@ -171,6 +175,7 @@ class Sampler:
             rules,
             canvas.steps,
             jnp.asarray(self.padded_forbidden),
+            self.read,
         )
         return commit(canvas, rules, seen, reading, self.mask_id, jnp.asarray(self.padded_ends))
 

@@ -10,6 +10,7 @@ from geojax.geomesh.balance import Plan
 from geojax.geomesh.clock import RoundTimes, Traffic
 from geojax.geomesh.sync import Contribution, Merged
 from geojax.geomesh.worker import Worker
+from geojax.models.transformer import count_params
 from geojax.track.console import format_bytes, format_count, format_seconds, format_share
 from geojax.track.environment import machine, versions
 
@@ -20,7 +21,7 @@ def start_record(config: RunConfig, plan: Plan, traffic: Traffic) -> dict[str, A
         "method": config.name,
         "clock": config.clock.kind,
         "seed": config.seed,
-        "params": config.model.num_params,
+        "params": count_params(config.model),
         "clocked_params": traffic.params,
         "plan": [asdict(work) for work in plan.work],
         "tokens_per_round": plan.sequences * config.data.seq_len,
@@ -90,9 +91,9 @@ def derived_rows(
     rows = [
         (
             "model",
-            f"{format_count(config.model.num_params)} parameters, "
+            f"{format_count(count_params(config.model))} parameters, "
             f"{flops / 1e12:.3g} TFLOP for {format_count(tokens)} tokens "
-            f"({tokens / config.model.num_params:.1f} a parameter)",
+            f"({tokens / count_params(config.model):.1f} a parameter)",
         ),
         (
             "round",

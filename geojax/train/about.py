@@ -7,6 +7,7 @@ from typing import Any
 from geojax.cona.controller import Controller, Pilot
 from geojax.config import RunConfig
 from geojax.meshes.strategy import Strategy, parse_strategy
+from geojax.models.transformer import count_params
 from geojax.track.console import format_bytes, format_count, format_share
 from geojax.track.environment import machine, versions
 from geojax.train.program import Program
@@ -21,9 +22,9 @@ def describe(config: RunConfig, pilot: Pilot, program: Program) -> list[tuple[st
     rows = [
         (
             "model",
-            f"{format_count(config.model.num_params)} parameters, {config.model.family}; "
+            f"{format_count(count_params(config.model))} parameters, {config.model.family}; "
             f"{flops * total / 1e12:.3g} TFLOP for {format_count(total)} tokens "
-            f"({total / config.model.num_params:.1f} a parameter)",
+            f"({total / count_params(config.model):.1f} a parameter)",
         ),
         (
             "strategy",
@@ -55,7 +56,7 @@ def start_record(config: RunConfig, strategy: Strategy) -> dict[str, Any]:
         "method": config.name,
         "clock": config.clock.kind,
         "seed": config.seed,
-        "params": config.model.num_params,
+        "params": count_params(config.model),
         "clocked_params": config.clocked_model().num_params,
         "strategy": str(strategy),
         "cona": config.cona and asdict(config.cona),

@@ -29,6 +29,13 @@ def first_says(measured: float) -> float:
     return float(multihost_utils.broadcast_one_to_all(np.float32(measured)))
 
 
+def first_chooses(number: int) -> int:
+    """The first process's whole number, in all of them."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
 def anyone(flag: bool) -> bool:
     """Whether it holds in any process."""
     if jax.process_count() == 1:

@@ -2,13 +2,18 @@
 """Checkpoints of everything a run needs to go on, through Orbax.
 
 Invariant: a checkpoint appears whole or not at all (Orbax renames it into place when it is
-written), and the newest whole one is what a run resumes from. Saving goes on in the background; the
-arrays handed over are copied first, so the run may change its own.
+written), and the newest one that is still as it was written (geojax.train.checksums) is what a run
+resumes from. Saving goes on in the background; the arrays handed over are copied first, so the run
+may change its own.
 """
 
+import errno
 import logging
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,21 +23,41 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from geojax.config import CheckpointConfig, ConfigError, RunError, require
+from geojax.train.agree import first_chooses
+from geojax.train.checksums import damage, has_sums, write_sums
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax narrates; its errors are raised too
+
+
+# Where the folders of a save cannot be made in the background, threads wait minutes for them, and
+# keep a process that has failed from ending.
+_PROMPT = ocp.options.AsyncOptions(create_directories_asynchronously=False)
 
 
 class Checkpoints:
     """The checkpoints of one run folder, oldest first; numbered by save."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig):
-        """`folder` is made if need be."""
+    def __init__(self, folder: Path, config: CheckpointConfig, reads_only: bool = False):
+        """`folder` is made if need be. `reads_only`: leave it as it is, since a run may write it.
+
+        RunError where no checkpoint of several, or the only one, is as it was written.
+        """
         newest: Any = ocp.training.preservation_policies.LatestN(config.keep)
         self._checkpointer = ocp.training.Checkpointer(
             str(folder.resolve()),
+            context=ocp.Context(async_options=_PROMPT),
             preservation_policy=newest,
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=not reads_only,
         )
+        self._folder = folder.resolve()
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="checksums")
+        self._summed: Future[None] | None = None
+        """Of the last save: that it is on disk, and its sums too."""
+        try:
+            self._step = self._find_whole(reads_only)
+        except BaseException:
+            self._checkpointer.close()
+            raise
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -42,7 +67,7 @@ class Checkpoints:
 
     @property
     def empty(self) -> bool:
-        return self._checkpointer.latest is None
+        return self._step is None
 
     def save(self, state: Any, meta: dict[str, Any]) -> None:
         """Save a pytree of arrays and JSON-able facts about it, in the background.
@@ -50,41 +75,113 @@ class Checkpoints:
         Leaves may be spread over devices and processes, all of which call this. Waits for a save
         that is still going on; RunError where that one failed.
         """
-        latest = self._checkpointer.latest
         copied = jax.tree.map(_snapshot, state)
-        number = latest.step + 1 if latest else 0
         with self._writing():
-            self._checkpointer.save_async(number, copied, force=True, custom_metadata=meta)
+            self._settle()
+            latest = self._checkpointer.latest
+            number = latest.step + 1 if latest else 0
+            response = self._checkpointer.save_async(
+                number, copied, force=True, custom_metadata=meta
+            )
+        self._step = number
+        self._summed = self._background.submit(_finish, response, self._folder / str(number))
 
     def restore(self, abstract: Any) -> tuple[Any, dict[str, Any]]:
-        """State and facts of the newest checkpoint on disk; `abstract` is a pytree of its shapes,
+        """State and facts of the newest whole checkpoint; `abstract` is a pytree of its shapes,
         None for whatever is there.
 
         A leaf with a sharding is read to where that says, whatever mesh wrote it; one without is a
         host array. ConfigError where the shapes are those of another model.
         """
-        found = self._checkpointer.metadata()
+        found = self._checkpointer.metadata(self._step)
         if abstract is None:
             abstract = found.metadata
         _check_shapes(found.metadata, abstract, self._checkpointer.directory)
         wanted = jax.tree.map(
             lambda x: x if getattr(x, "sharding", None) else np.empty(x.shape, x.dtype), abstract
         )
-        return self._checkpointer.load(abstract_state=wanted), self.meta()
+        return self._checkpointer.load(self._step, abstract_state=wanted), self.meta()
 
     def meta(self) -> dict[str, Any]:
-        """Facts of the newest checkpoint on disk, before any save of this object's."""
-        return cast(dict[str, Any], self._checkpointer.metadata().custom_metadata)
+        """Facts of the newest whole checkpoint, before any save of this object's."""
+        return cast(dict[str, Any], self._checkpointer.metadata(self._step).custom_metadata)
 
     def wait(self) -> None:
         """Wait until the last save is on disk; RunError where it failed."""
         with self._writing():
+            self._settle()
             self._checkpointer.wait()
 
     def close(self) -> None:
         """Wait until the last save is on disk; RunError where it, or one before, failed."""
         with self._writing():
-            self._checkpointer.close()
+            try:
+                self._settle()
+            finally:
+                self._background.shutdown()
+                self._checkpointer.close()
+
+    def _settle(self) -> None:
+        """Wait for the last save and its sums; raise what they raised, once."""
+        pending, self._summed = self._summed, None
+        if pending:
+            pending.result()
+
+    def _find_whole(self, reads_only: bool) -> int | None:
+        """The newest checkpoint that is as it was written; those after it are set aside, and
+        named on stderr."""
+        steps = [c.step for c in self._checkpointer.checkpoints]
+        good, damaged = -1, {}
+        if jax.process_index() == 0:
+            for step in reversed(steps):
+                damaged[step] = self._damage(step)
+                if not damaged[step]:
+                    good = step
+                    break
+        good = first_chooses(good)
+        if jax.process_index() == 0:
+            self._report({step: why for step, why in damaged.items() if why}, good, reads_only)
+        if steps and good < 0:
+            raise RunError(
+                f"no checkpoint in {self._folder} is as it was written; put a copy of one back, or "
+                "start a new run in another folder"
+            )
+        if not reads_only and steps and good < steps[-1]:
+            first_chooses(0)  # the first process has set them aside
+            self._checkpointer.reload()
+        return good if steps else None
+
+    def _damage(self, step: int) -> str:
+        folder = self._folder / str(step)
+        if has_sums(folder):
+            return damage(folder)
+        # Its run was killed before sums were written: it is read whole, unless that is too much.
+        try:
+            if jax.process_count() == 1:
+                self._checkpointer.load(step)
+            facts = self._checkpointer.metadata(step).custom_metadata
+        except Exception as error:  # whatever the storage raises
+            return f"it cannot be read: {' '.join(str(error).split())[:120]}"
+        return "" if facts else "it says nothing of its run"
+
+    def _report(self, damaged: dict[int, str], good: int, reads_only: bool) -> None:
+        for step, why in damaged.items():
+            place, fate = self._folder / str(step), "it is left out"
+            if not reads_only and good >= 0:
+                aside = _unused(place.with_name(f"{step}.damaged"))
+                try:
+                    place.rename(aside)
+                except OSError as error:
+                    raise RunError(
+                        f"checkpoint {place} is damaged ({why}) and cannot be set aside: "
+                        f"{error.strerror}; make its folder writable, or remove it"
+                    ) from error
+                fate = f"it is now {aside.name}"
+            ahead = f", and checkpoint {good} is used in its place" if good >= 0 else ""
+            print(
+                f"geojax: warning: checkpoint {place} is damaged ({why}); {fate}{ahead}",
+                file=sys.stderr,
+            )
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -92,10 +189,26 @@ class Checkpoints:
             yield
         except Exception as error:  # whatever the storage raises, a full disk among it
             reason = " ".join(str(error).split())[:200]
+            refused = isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES)
+            fix = "make it writable" if refused else "make room"
             raise RunError(
                 f"a checkpoint could not be written to {self._checkpointer.directory}: {reason}; "
-                "those before it are whole: make room, then go on with `geojax train --resume`"
+                f"those before it are whole: {fix}, then go on with `geojax train --resume`"
             ) from error
+
+
+def _unused(path: Path) -> Path:
+    """`path`, or with a number behind it where there is something by that name."""
+    numbered = (path.with_name(f"{path.name}{n}") for n in count(2))
+    return next(p for p in chain([path], numbered) if not p.exists())
+
+
+def _finish(response: Any, folder: Path) -> None:
+    """Wait until a checkpoint is on disk, and write its sums."""
+    if response is not None:
+        response.result()
+    if jax.process_index() == 0:
+        write_sums(folder)
 
 
 def read_params(run: Path) -> tuple[Any, dict[str, Any]]:
@@ -105,11 +218,21 @@ def read_params(run: Path) -> tuple[Any, dict[str, Any]]:
     """
     folders = [run / "checkpoints", *sorted(run.glob("slices/*/checkpoints"))]
     there = [folder for folder in folders if folder.is_dir() and any(folder.iterdir())]
-    require(there, f"{run} has no checkpoint yet; let the run save one, or name another folder")
-    newest = max(there, key=lambda folder: max(p.stat().st_mtime for p in folder.iterdir()))
-    with Checkpoints(newest, CheckpointConfig()) as checkpoints:
-        require(not checkpoints.empty, f"{run} has no checkpoint yet; let the run save one")
-        state, meta = checkpoints.restore(None)
+    with ExitStack() as stack:
+        opened, refused = [], None
+        for folder in there:
+            try:
+                found = Checkpoints(folder, CheckpointConfig(), reads_only=True)
+            except RunError as error:  # of one slice; another may do
+                refused = error
+                continue
+            if not stack.enter_context(found).empty:
+                opened.append(found)
+        if refused and not opened:
+            raise refused
+        require(opened, f"{run} has no checkpoint yet; let the run save one, or name another")
+        newest = max(opened, key=lambda checkpoints: _border(checkpoints.meta()))
+        state, meta = newest.restore(None)
     if "params" in state:  # of slices: what they share
         return state["params"], meta
     params, order = state["state"]["params"], meta["layer_order"]
@@ -117,6 +240,11 @@ def read_params(run: Path) -> tuple[Any, dict[str, Any]]:
         place = np.argsort(order)
         params["blocks"] = jax.tree.map(lambda x: x[place], params["blocks"])
     return params, meta
+
+
+def _border(meta: dict[str, Any]) -> tuple[int, int]:
+    """How far a slice is whose processes are its own; anything else has one checkpoint."""
+    return meta.get("epoch", 0), meta.get("border", 0)
 
 
 def _snapshot(x: Any) -> Any:

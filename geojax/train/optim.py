@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import optax
 
-from geojax.config import OptimizerConfig, ScheduleConfig
+from geojax.config import ConfigError, OptimizerConfig, ScheduleConfig, require
+from geojax.config.own import load_own
 from geojax.models.params import roles
 
 _RESOLUTION = 1_000_000  # optax schedules count steps; one step is this share of the run
@@ -20,8 +21,11 @@ _RESOLUTION = 1_000_000  # optax schedules count steps; one step is this share o
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """Direction of descent before the learning rate; decoupled weight decay included.
 
-    Weight decay leaves vectors (norm scales, biases) alone.
+    Weight decay leaves vectors (norm scales, biases) alone. ConfigError where an optimizer of the
+    user's own is none.
     """
+    if config.name == "own":
+        return _own(config.function)
     b1 = 0.9 if config.b1 is None else config.b1
     if config.name == "lion":
         core = optax.scale_by_lion(b1, 0.99 if config.b2 is None else config.b2)
@@ -48,6 +52,22 @@ def make_schedule(config: ScheduleConfig, peak: float) -> optax.Schedule:
     if warmup:
         main = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), main], [warmup])
     return lambda progress: main(progress * _RESOLUTION)
+
+
+def _own(function: str) -> optax.GradientTransformation:
+    """The user's, turned about: optax's updates are added, and a direction here is descended."""
+    make = load_own(function, "optimizer function")
+    try:
+        made = make()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"optimizer function {function!r} failed: {reason}") from error
+    require(
+        isinstance(made, optax.GradientTransformation),
+        f"optimizer function {function!r} returned {type(made).__name__}; return an optax "
+        "optimizer, such as optax.adamw(1.0)",
+    )
+    return optax.chain(made, optax.scale(-1.0))
 
 
 def _decayed(params: Any) -> Any:

@@ -23,8 +23,9 @@ def check_origin(meta: dict[str, Any], config: RunConfig, corpus: Corpus | TaskS
     ours = origin(config, corpus)
     require(
         meta["slices"] == ours["slices"],
-        f"the checkpoint is of slices {meta['slices']}, the config of {ours['slices']}; resume "
-        "with the config that wrote it",
+        f"slices in config.json are {ours['slices']}, but {meta['slices']} in the checkpoint, of "
+        "which each has a state of its own; put them back, or take the weights with `geojax "
+        "convert` and start a new run with --init",
     )
     require(
         (meta["corpus"], meta["tokenizer"]) == (ours["corpus"], ours["tokenizer"]),
@@ -47,6 +48,13 @@ def _same(theirs: Any, ours: Any) -> bool:
     return theirs == ours
 
 
+def _plain(name: str, value: Any) -> Any:
+    """As JSON has it; a file of the user's own by its name, since folders move."""
+    if name == "block":
+        return value.rpartition("/")[2]
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _identity(config: RunConfig) -> dict[str, Any]:
     """Settings that the state depends on, by name."""
     parts = {
@@ -55,7 +63,7 @@ def _identity(config: RunConfig) -> dict[str, Any]:
         "exchange": asdict(config.exchange),
     }
     return {
-        f"{part}.{name}": list(value) if isinstance(value, tuple) else value
+        f"{part}.{name}": _plain(name, value)
         for part, fields in parts.items()
         for name, value in fields.items()
         if name not in ("source", "tokenizer")  # their result is compared

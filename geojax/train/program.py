@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from geojax.cona.rules import beta2_for
-from geojax.config import ConfigError, OptimizerConfig, TrainConfig
+from geojax.config import ConfigError, OptimizerConfig, TrainConfig, require
 from geojax.data import Batch, empty_batch
 from geojax.meshes.axes import strategy_mesh
 from geojax.meshes.gradient import Sequences, SequenceSums, ShardedModel
@@ -88,6 +88,8 @@ class Program:
         self.mesh: Mesh = strategy_mesh(strategy, devices)
         self.order = storage_order(task.model.layers, strategy)
         self._sharded = self._lay_out(strategy)
+        if self.order is not None:
+            self._require_stacked()
         self.parts = gradient_parts(strategy)
         self._steps = {probe: self._make_step(probe) for probe in (False, True)}
         self._compiled: dict[tuple[int, bool], jax.stages.Compiled] = {}
@@ -105,15 +107,9 @@ class Program:
     def state_shardings(self) -> TrainState:
         """Where each leaf of the state lies."""
         params, final = state_specs(self._sharded.rules, self.strategy)
-        optimizer = make_optimizer(self.task.train.optimizer)
-        opt_state = jax.eval_shape(optimizer.init, abstract_params(self.task.model))
-        specs = optax.tree.map_params(
-            cast(Any, optimizer),
-            lambda _, spec: spec,
-            opt_state,
-            final,
-            transform_non_params=lambda _: PartitionSpec(),
-        )
+        shapes = abstract_params(self.task.model)
+        opt_state = jax.eval_shape(make_optimizer(self.task.train.optimizer).init, shapes)
+        specs: Any = _as_parameters(opt_state, shapes, final)
         whole: Any = PartitionSpec()
         return jax.tree.map(
             lambda spec: NamedSharding(self.mesh, spec), TrainState(params, specs, whole, whole)
@@ -295,6 +291,17 @@ class Program:
 
         return summarize([sums(batch) for batch in batches(strategy.global_batch)], draws)
 
+    def _require_stacked(self) -> None:
+        """ConfigError where an optimizer keeps of the layers what storage orders cannot move."""
+        layers = self.task.model.layers
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.abstract_state):
+            require(
+                not in_stack(path) or leaf.shape[:1] == (layers,),
+                f"the optimizer keeps {jax.tree_util.keystr(path)} of shape {leaf.shape}, not by "
+                f"layer, and strategy {self.strategy} stores layers in another order; use "
+                "interleave 1, or another optimizer",
+            )
+
     def _lay_out(self, strategy: Strategy) -> ShardedModel:
         task = self.task
         return ShardedModel(
@@ -395,6 +402,27 @@ class Programs:
         if program.wants_probes:
             program.compile(1, probe=True)
         return program
+
+
+def _as_parameters(opt_state: Any, params: Any, specs: Any) -> Any:
+    """Of each leaf the spec of the parameter that its path ends with, where it has its shape; what
+    else an optimizer keeps lies whole on every device."""
+
+    def keys(path: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(getattr(entry, "key", None) for entry in path)
+
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    flat = jax.tree.structure(params).flatten_up_to(specs)
+    known = {
+        (keys(path), leaf.shape): spec for (path, leaf), spec in zip(leaves, flat, strict=True)
+    }
+
+    def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        ends = (keys(path)[start:] for start in range(len(path)))
+        found = (known.get((end, leaf.shape)) for end in ends)
+        return next((s for s in found if s is not None), PartitionSpec())
+
+    return jax.tree_util.tree_map_with_path(spec, opt_state)
 
 
 def _reorder(tree: Any, order: np.ndarray | None) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from geojax.config import ConfigError
+from geojax.config import ConfigError, require
 from geojax.models.config import TOKEN_TYPES, TransformerConfig
 
 
@@ -40,6 +40,11 @@ class HFModel:
 
 def hf_model(config: TransformerConfig) -> HFModel:
     """What a checkpoint of `config` is called; ConfigError where no library has such a model."""
+    require(
+        not config.block,
+        f"model.block {config.block!r} is layers of one's own, and no checkpoint format has them; "
+        "keep them in the run's own checkpoints",
+    )
     for model in HF_MODELS:
         if model.family == config.family and all(
             getattr(config, name) == value for name, value in model.flags.items()
