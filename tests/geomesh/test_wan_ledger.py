@@ -20,14 +20,15 @@ def history_of(rounds: int, merged=(0, 1, 2)) -> History:
     return history
 
 
-def part(number: int, compute: float, outer: float = 0.5, whole: float = 9.0) -> dict:
+def part(number: int, compute: float, outer: float = 0.5, whole: float = 9.0, ahead=0.0) -> dict:
     return {
         "kind": "slice",
         "epoch": 0,
         "round": number,
         "slice": {"slice": "x", "merged": True, "tokens": 10, "loss": 1.0, "steps": 2},
         "line": {"tokens": 30 * number, "hash": f"h{number}"},
-        "seconds": {"compute": compute, "outer": outer, "whole": whole},
+        "seconds": {"rest": compute, "ahead": ahead, "outer": outer, "sending": 1.0},
+        "waited_seconds": whole - compute - outer,
     }
 
 

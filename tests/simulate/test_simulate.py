@@ -12,8 +12,8 @@ from geojax.config import ConfigError
 from geojax.configs import METHODS, demo, load_config
 from geojax.geomesh.balance import Plan, SliceWork, make_plan
 from geojax.geomesh.clock import (
+    Happened,
     ModelledClock,
-    RoundTimes,
     modelled_exchange_seconds,
     modelled_profiles,
     traffic,
@@ -35,13 +35,15 @@ def test_without_jitter_and_changes_a_round_takes_what_the_modelled_clock_says(m
     rounds = simulate(make_setting(config), rounds=5)
     seconds = modelled_exchange_seconds(config, traffic(config).payload_bytes)
     plan = make_plan(modelled_profiles(config), config.balance, seconds)
-    expected = ModelledClock(seconds).round(plan, RoundTimes([0.0] * 4, 0.0, 0.0, 0.0))
+    zeros = [0] * 4
+    nothing = Happened([0.0] * 4, 0.0, 0.0, 0.0, zeros, zeros, zeros)
+    expected = ModelledClock(seconds).round(plan, nothing)
     assert rounds[-1].end == pytest.approx(5 * expected.total, rel=1e-9)
     for found in rounds:
         assert found.plan == plan
         assert found.compute == pytest.approx(expected.compute, rel=1e-9)
-        assert found.straggler == pytest.approx([expected.straggler(i) for i in range(4)], abs=1e-9)
-        assert found.wan == pytest.approx([expected.exchange] * 4, rel=1e-9)
+        assert found.straggler == pytest.approx(expected.straggler, abs=1e-9)
+        assert found.wan == pytest.approx([expected.wan] * 4, rel=1e-9)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
