@@ -176,8 +176,8 @@ class ExchangeConfig:
         )
 
     def steps_ahead(self, inner_steps: int) -> int:
-        """The steps of such a round that go beside an exchange: at least one, where any do."""
-        return math.ceil(self.overlap * inner_steps - 1e-9)
+        """The steps of such a round that go beside an exchange."""
+        return steps_ahead(self.overlap, inner_steps)
 
     def resolve_schedule(self, slices: int) -> Literal["gather", "two_phase"]:
         """The schedule for this many slices, `auto` resolved."""
@@ -187,6 +187,11 @@ class ExchangeConfig:
             return "gather"
         floats = self.codec in ("fp32", "fp16", "bf16")
         return "two_phase" if floats or slices > 4 else "gather"
+
+
+def steps_ahead(overlap: float, inner_steps: int) -> int:
+    """So large a share of a round's steps, rounded up: at least one, where there is a share."""
+    return math.ceil(overlap * inner_steps - 1e-9)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ that comes back, whatever it missed, knows it too.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from geojax.cona.noise import Moments
@@ -16,7 +17,7 @@ from geojax.geomesh.options import modelled_choices
 from geojax.geomesh.speeds import Speeds
 from geojax.geomesh.steering import Decision, Planner, first_plan, read_profiles, record
 from geojax.geomesh.wan.history import History
-from geojax.geomesh.wan.samples import Border, Opened
+from geojax.geomesh.wan.samples import Border, Opened, count
 
 
 class Agreed:
@@ -64,6 +65,16 @@ class Agreed:
         """Samples of the next round, which these slices are in."""
         wanted = {i: self.plan.work[i].sequences for i in members}
         return self.data.open(wanted, self._config.exchange.overlap > 0, self._enough)
+
+    def spans(self, opened: Opened) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Shares of all tokens seen before and after that round, and the one after it, if all of
+        their slices are merged."""
+        seq_len, total = self._config.data.seq_len, self._config.train.total_tokens
+        taken = count(opened.shares), count(opened.ahead)
+        begin, middle, end = (
+            samples * seq_len / total for samples in accumulate(taken, initial=self.data.merged)
+        )
+        return (begin, middle), (middle, end)
 
     def _enough(self, samples: int) -> bool:
         return samples * self._config.data.seq_len >= self._config.train.total_tokens

@@ -9,6 +9,7 @@ from geojax.config import RunConfig
 from geojax.geomesh.balance import Plan
 from geojax.geomesh.clock import Traffic
 from geojax.geomesh.sync import Contribution, Merged
+from geojax.geomesh.timeline import Part
 from geojax.geomesh.worker import Worker
 from geojax.track.console import format_bytes, format_count, format_seconds, format_share
 from geojax.track.environment import machine, versions
@@ -66,6 +67,25 @@ def round_record(merged: Merged, traffic: Traffic) -> dict[str, Any]:
         "payload_ratio": traffic.payload_ratio,
         "wire_bytes": traffic.wire_bytes,
         "sign_agreement": merged.agreement.fraction,
+    }
+
+
+def part_record(
+    worker: Worker,
+    contribution: Contribution,
+    sent_bytes: int,
+    traffic: Traffic,
+    part: Part,
+    waited_seconds: float | None,
+    busy_seconds: float,
+) -> dict[str, Any]:
+    """What the coordinator makes the `slice` record of one slice from, and of all of them the
+    round's times."""
+    mine = slice_record(worker, contribution, sent_bytes, traffic)
+    return {
+        "slice": mine | {"busy_seconds": busy_seconds},
+        "seconds": part._asdict(),
+        "waited_seconds": waited_seconds,
     }
 
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
 import jax
@@ -41,17 +40,17 @@ from geojax.geomesh.profile import measured_profiles
 from geojax.geomesh.records import (
     derived_rows,
     left_out,
+    part_record,
     round_record,
-    slice_record,
     start_record,
 )
-from geojax.geomesh.slice_accounts import Accounts
 from geojax.geomesh.slice_feedback import SliceFeedback
-from geojax.geomesh.sync import Contribution, ErrorFeedback, Merged, Synchronizer, payload_bytes
+from geojax.geomesh.slice_work import OpenWork
+from geojax.geomesh.sync import ErrorFeedback, Merged, Synchronizer, payload_bytes
 from geojax.geomesh.wan.history import History
 from geojax.geomesh.wan.member import Member, Message, Stopped
 from geojax.geomesh.wan.rounds import run_rounds
-from geojax.geomesh.wan.samples import Opened, Share, in_order
+from geojax.geomesh.wan.samples import Share, in_order
 from geojax.geomesh.worker import Worker
 from geojax.meshes.axes import assign_devices
 from geojax.meshes.wan import wire_bytes
@@ -118,15 +117,7 @@ class SliceTrainer:
         self._plan: Plan | None = None  # the worker's
         self._reached: tuple[int, int] | None = None
         self._digest: tuple[tuple[int, int], str] | None = None
-        self._contribution: Contribution | None = None
-        """Of the round whose message is under way."""
-        self._share: Share = ()
-        self._ahead: Share = ()
-        """Of the round after it."""
-        self._ahead_span = (0.0, 0.0)
-        self._sent_round = 0
-        """The one that the slice has gone on from."""
-        self._accounts = Accounts()
+        self._open = OpenWork()
         self._began = time.perf_counter()
         self._exchanged_seconds = self._wall_before = 0.0
         self._saved: tuple[dict[str, Any], dict[str, Any]] | None = None
@@ -204,7 +195,7 @@ class SliceTrainer:
         if self._feedback.settled > self.border:  # of a round that was undone
             self._feedback.settled = self.border
             self._forget_feedback(history)
-        with self._accounts.busy():
+        with self._open.accounts.busy():
             self._stand_at_border(first)
 
     def _stand_at_border(self, first: bool) -> None:
@@ -236,15 +227,8 @@ class SliceTrainer:
         worker, agreed = self.worker, self._agreed
         opened = agreed.open(members)
         mine, ahead = opened.shares[self.index], opened.ahead.get(self.index, ())
-        if mine != self._share:  # what it may hold is of another share
-            worker.end_round()
-            self._accounts.drop()
-            self._sent_round = 0
-        sent = self._sent_round > self.border  # and the round was opened again
-        if sent and ahead != self._ahead:
-            worker.go_back()
-        self._share, self._ahead = mine, ahead
-        span, self._ahead_span = self._spans(opened)
+        sent = self._open.take(worker, self.border + 1, mine, ahead)
+        span, self._ahead_span = agreed.spans(opened)
         if sent or worker.finished:
             return
         if self._stop.is_set():
@@ -253,7 +237,7 @@ class SliceTrainer:
         worker.probe = agreed.planner.probe_due(self.index)
         if worker.sent:
             self._go_ahead(mine, span)
-        with self._accounts.outer():
+        with self._open.accounts.outer():
             worker.begin_round()
         worker.run(self._sequences, in_order(mine), span, self._stopped)
         if not worker.finished:
@@ -261,11 +245,11 @@ class SliceTrainer:
 
     def message(self) -> tuple[Message, Mapping[str, Any]]:
         worker = self.worker
-        with self._accounts.outer():
+        with self._open.accounts.outer():
             contribution = worker.contribution()
             contribution.feedback = self._feedback.for_message()
             message = self._synchronizer.pack(self.border + 1, contribution)
-        self._contribution = contribution
+        self._open.contribution = contribution
         p = worker.ended
         facts = {
             "steps": p.steps,
@@ -277,13 +261,12 @@ class SliceTrainer:
         return message, facts
 
     def go_on(self) -> bool:
-        assert self._contribution, "its message was made"
-        if not self._ahead or not self._contribution.tokens:
+        work = self._open
+        assert work.contribution, "its message was made"
+        if not work.ahead or not work.contribution.tokens:
             return False
-        if not self.worker.sent:
-            self.worker.go_on()
-            self._sent_round = self.border + 1
-        self._go_ahead(self._ahead, self._ahead_span)
+        work.go_on(self.worker, self.border + 1)
+        self._go_ahead(work.ahead, self._ahead_span)
         return True
 
     def settle(self, number: int, merged: bool, history: History) -> None:
@@ -291,17 +274,17 @@ class SliceTrainer:
         if number <= feedback.settled:
             return
         feedback.settled = number
-        if merged and self._contribution is None and self._saved_round() == number:
+        if merged and self._open.contribution is None and self._saved_round() == number:
             self._agreed.follow(history, number - 1)
             self._make_worker()
-            if self.worker.finished or self._sent_round == number:
+            if self.worker.finished or self._open.sent_round == number:
                 self.message()
-        if merged and self._contribution:
-            feedback.merged(number, self._contribution.feedback)
+        if merged and self._open.contribution:
+            feedback.merged(number, self._open.contribution.feedback)
         elif merged:
             self._forget_feedback(history)
         if not merged:
-            self._drop_work()
+            self._open.drop(self._worker)
         if self._worker:
             self._worker.feedback = feedback.value
 
@@ -318,13 +301,10 @@ class SliceTrainer:
         applied = time.perf_counter() - started
         missing = left_out(result.headers, self._names)
         merged = history.rounds[number - 1]["merged"]
-        if self._contribution:
+        if self._open.contribution:
             self._write(number, plan, members, merged, result, missing)
-        if self._contribution and self._sent_round == number:
-            self._contribution, self._share, self._ahead = None, self._ahead, ()
-        else:
-            self._drop_work()
-        self._accounts.outer_seconds = applied
+        self._open.merged(self._worker, number)
+        self._open.accounts.outer_seconds = applied
         if poor := [name for name in missing if self._names.index(name) in merged]:
             self._console.warn(
                 f"round {number}: left out {', '.join(poor)}, whose update was not finite or came "
@@ -347,7 +327,7 @@ class SliceTrainer:
         if history.last_merged(self.index) > feedback.round or border < feedback.settled:
             self._forget_feedback(history)
         feedback.settled = border
-        self._drop_work()
+        self._open.drop(self._worker)
 
     # Parts of these.
 
@@ -358,16 +338,6 @@ class SliceTrainer:
 
     def _shared_leaves(self) -> list[np.ndarray]:
         return jax.tree.leaves((self._outer.params, self._outer.opt_state))
-
-    def _spans(self, opened: Opened) -> tuple[tuple[float, float], tuple[float, float]]:
-        """The run's progress before and after the open round, and the one after it."""
-        taken = [
-            sum(len(part) for share in shares.values() for part in share)
-            for shares in (opened.shares, opened.ahead)
-        ]
-        seq_len, total = self.config.data.seq_len, self.config.train.total_tokens
-        borders = [n * seq_len / total for n in accumulate(taken, initial=self._agreed.data.merged)]
-        return (borders[0], borders[1]), (borders[1], borders[2])
 
     def _go_ahead(self, share: Share, span: tuple[float, float]) -> None:
         """What is left of the steps before the result is taken in. Stopped."""
@@ -400,12 +370,7 @@ class SliceTrainer:
             if meta["batch"] != work.batch:
                 worker.state = program.carry_over(worker.state, meta["batch"])
             if here:
-                self._share, self._ahead = (
-                    tuple(range(*part) for part in meta[name]) for name in ("share", "ahead")
-                )
-                self._sent_round = meta["sent_round"]
-                self._accounts.behind_steps = meta["behind_steps"]
-                self._accounts.behind_seconds = meta["behind_seconds"]
+                self._open.restore(meta)
         worker.compile()
         self._worker = worker
 
@@ -433,14 +398,6 @@ class SliceTrainer:
             decision=decision.kind,
         )
 
-    def _drop_work(self) -> None:
-        """The round's work is merged, or lost."""
-        self._contribution, self._share, self._ahead = None, (), ()
-        self._sent_round = 0
-        self._accounts.drop()
-        if self._worker:
-            self._worker.end_round()
-
     def _forget_feedback(self, history: History) -> None:
         """It is not what this slice's messages left over: another process sent some."""
         self._feedback.forget(history.last_merged(self.index))
@@ -457,17 +414,18 @@ class SliceTrainer:
         missing: Sequence[str],
     ) -> None:
         """This slice's records of a round that it was merged in."""
-        worker, contribution, agreed = self.worker, self._contribution, self._agreed
+        worker, work, agreed = self.worker, self._open, self._agreed
+        contribution, accounts = work.contribution, work.accounts
         assert contribution, "it was merged"
         sending, waited = self._member.times(number, merged)
         self._exchanged_seconds = waited or 0.0
         modelled = self._exchange_seconds
         if modelled is not None:
             waited = modelled
-        gone_on = self._sent_round == number
+        gone_on = work.sent_round == number
         ahead = self.config.exchange.steps_ahead(worker.work.inner_steps) if gone_on else 0
-        busy = self._accounts.busy_seconds
-        part = self._accounts.close(worker, ahead, sending, modelled)
+        busy = accounts.busy_seconds
+        part = accounts.close(worker, ahead, sending, modelled)
         line = round_record(result, self.traffic) | {
             "tokens": agreed.tokens,
             "hash": self._digest[1] if self._digest else None,
@@ -478,15 +436,8 @@ class SliceTrainer:
             line |= {"strategy": str(plan), "noise": noise_record(agreed.planner.watch)}
         line["samples"] = agreed.data.merged
         sent = wire_bytes("gather", len(members), self.message_bytes)
-        mine = slice_record(worker, contribution, sent, self.traffic)
-        record = {
-            "kind": "slice",
-            "round": number,
-            "slice": mine | {"busy_seconds": busy},
-            "line": line,
-            "seconds": part._asdict(),
-            "waited_seconds": waited,
-        }
+        mine = part_record(worker, contribution, sent, self.traffic, part, waited, busy)
+        record = {"kind": "slice", "round": number, "line": line, **mine}
         self._member.record(to_json(record))
         if worker.ended.skipped:
             self._console.warn(
@@ -508,11 +459,7 @@ class SliceTrainer:
             "feedback_round": self._feedback.round,
             "mid_round": mid_round,
             **worker.facts(),
-            "share": [[part.start, part.stop] for part in self._share],
-            "ahead": [[part.start, part.stop] for part in self._ahead],
-            "sent_round": self._sent_round,
-            "behind_steps": self._accounts.behind_steps,
-            "behind_seconds": self._accounts.behind_seconds,
+            **self._open.facts(),
             "batch": worker.work.batch,
             "records": self._member.unwritten,
             "wall_seconds": self._wall_seconds(),

@@ -3,11 +3,13 @@
 
 import shutil
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from apart import (
+    BATCH,
     EXACT,
     REGIONS,
     ROUND_SAMPLES,
@@ -33,6 +35,7 @@ from geojax.config import (
     SliceConfig,
 )
 from geojax.geomesh import parts
+from geojax.geomesh.balance import Option, SliceProfile
 from geojax.geomesh.clock import modelled_exchange_seconds, traffic
 from geojax.geomesh.worker import Worker
 from geojax.launch import processes
@@ -262,6 +265,43 @@ def test_a_slice_that_was_left_out_begins_from_what_is_shared(text, tmp_path, mo
     assert mine[2]["compute_seconds"] == pytest.approx(
         1.5 * ROUND_SECONDS - mine[2]["late_seconds"]
     )
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.5])
+def test_measured_waits_do_not_have_evaluations_in_them(text, tmp_path, monkeypatch, overlap):
+    """One slice evaluates for 2 seconds more than the others, after each round."""
+
+    def profiles(config, *_):
+        return [SliceProfile(config.slices[0].name, (Option(BATCH, 0.01, 0),), None)]
+
+    monkeypatch.setattr(slice_module, "measured_profiles", profiles)
+    evaluate = slice_module.evaluate_shared
+
+    def slow(worker, *args):
+        time.sleep(2.0 if worker.index == 2 else 0.0)
+        return evaluate(worker, *args)
+
+    monkeypatch.setattr(slice_module, "evaluate_shared", slow)
+    config = processes.with_grpc(make_config(text))
+    config = replace(
+        config,
+        slices=tuple(SliceConfig(name) for name in REGIONS),
+        clock=ClockConfig(),
+        exchange=replace(config.exchange, overlap=overlap),
+        balance=BalanceConfig(inner_steps=4, batch_sizes=(BATCH,)),
+        train=replace(config.train, total_tokens=3 * 3 * 4 * BATCH * SEQ_LEN),
+        eval=replace(config.eval, every_tokens=SEQ_LEN),
+    )
+    apart = Apart(config, tmp_path / "apart", monkeypatch)
+    apart.go()
+    run = load_run(apart.folder)
+    check_accounting(run)
+    assert len(run.evals) == 4
+    busy = [r["busy_seconds"] for r in run.slices if r["slice"] == REGIONS[2]]
+    assert len(busy) == 3
+    assert min(busy) > 2.0
+    for part in ("wan", "straggler"):
+        assert all(0 <= r[f"{part}_seconds"] < 1.5 for r in run.slices)
 
 
 def test_what_cannot_overlap_is_refused(text):

@@ -77,7 +77,7 @@ class Border:
     @property
     def merged(self) -> int:
         """How many samples are."""
-        return self.samples.given - _count(self.ahead)
+        return self.samples.given - count(self.ahead)
 
     def open(
         self, wanted: Mapping[int, int], overlap: bool, enough: Callable[[int], bool]
@@ -90,7 +90,7 @@ class Border:
         new, samples = samples.allot({i: n for i, n in wanted.items() if i not in kept})
         shares = kept | new
         ahead: Mapping[int, Share] = {}
-        after = self.merged + _count(shares)
+        after = self.merged + count(shares)
         if overlap and (samples.returned or not enough(after)):
             ahead, samples = samples.allot(wanted)
         return Opened(shares, ahead, samples)
@@ -109,7 +109,8 @@ def in_order(share: Share) -> range | np.ndarray:
     return np.concatenate([np.arange(part.start, part.stop) for part in share])
 
 
-def _count(shares: Mapping[int, Share]) -> int:
+def count(shares: Mapping[int, Share]) -> int:
+    """Samples of all of them."""
     return sum(len(part) for share in shares.values() for part in share)
 
 
