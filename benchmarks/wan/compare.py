@@ -19,11 +19,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.wan.calibrate import Aim, Calibration, calibrated, lines, link_seconds, parts
+from benchmarks.wan.calibrate import Aim, Calibration, calibrated, lines, link_seconds
 from benchmarks.wan.network import require_tools
 from benchmarks.wan.preset import LAB_WAN, SHARES, method, round_tokens
-from benchmarks.wan.session import Setting, finished, run, start_rounds
-from benchmarks.wan.steady import steady
+from benchmarks.wan.session import Setting, finished, run
 from benchmarks.wan.world import Weather
 from geojax.config import RunConfig, require, with_seed
 from geojax.configs.geomesh import DEMO_INNER_STEPS, PUBLISHED_SYNC_SHARE
@@ -34,6 +33,7 @@ from geojax.track.environment import usable_cores
 from geojax.track.metrics import to_json, write_atomically
 from geojax.track.summary import (
     UNITS,
+    Run,
     Summary,
     check_accounting,
     common_target,
@@ -141,16 +141,13 @@ def _report(
 ) -> None:
     compared = [name for name in names if name != EACH_STEP]
     results: dict[str, list[Summary]] = {name: [] for name in compared}
-    recorded = []
     for seed in range(seeds):
         runs = {name: load_run(folder / f"{name}-seed{seed}") for name in compared}
         target = common_target(list(runs.values()))
         for name, found in runs.items():
             check_accounting(found)
-            recorded.append(asdict(summarise(found, target)))
-            calm = steady(found, start_rounds(found.folder))
-            check_accounting(calm)
-            results[name].append(summarise(calm, target))
+            require_whole(found)
+            results[name].append(summarise(found, target))
     rows = {name: against(found, results["diloco"]) for name, found in results.items()}
     if EACH_STEP in names:
         rows[EACH_STEP] = _extrapolated(folder, seeds, results["diloco"])
@@ -158,8 +155,7 @@ def _report(
     machine = load_run(folder / "diloco-seed0").start
     console.print(
         f"Means over {seeds} seeds ± standard deviation; differences to DiLoCo seed by seed. "
-        "Measured clock; a round after a start or an evaluation counts as the mean of the "
-        f"others; {machine['machine']}."
+        f"Measured clock, without starts and evaluations; {machine['machine']}."
         + (
             f" {EACH_STEP}: {EACH_STEP_STEPS} steps measured, the rest extrapolated."
             if EACH_STEP in names
@@ -177,12 +173,22 @@ def _report(
         "calibration": asdict(calibration),
         "summary": rows,
         "results": [asdict(s) for found in results.values() for s in found],
-        "results_with_starts_and_evaluations": recorded,
         "traffic": {name: lab["traffic"] for name, lab in labs.items()},
     }
     path = folder / "report.json"
     write_atomically(path, json.dumps(to_json(content), indent=2, allow_nan=False) + "\n")
     console.print(f"wrote {path}")
+
+
+def require_whole(run: Run) -> None:
+    """ConfigError where a slice was left out of a round: only runs without failures compare."""
+    for name in {r["slice"] for r in run.slices}:
+        missed = len(run.rounds) - sum(r["slice"] == name for r in run.slices)
+        require(
+            not missed,
+            f"{run.folder}: slice {name} was left out of {missed} rounds, and only runs without "
+            "failures are compared; delete it, and give the command to train it again",
+        )
 
 
 def against(found: Sequence[Summary], baseline: Sequence[Summary]) -> dict[str, object]:
@@ -203,16 +209,12 @@ def against(found: Sequence[Summary], baseline: Sequence[Summary]) -> dict[str, 
 
 
 def _extrapolated(folder: Path, seeds: int, baseline: Sequence[Summary]) -> dict[str, object]:
-    """Of the steps that were measured but the first; perplexity is not known."""
+    """Of the steps that were measured; perplexity is not known."""
     runs = [load_run(folder / f"{EACH_STEP}-seed{seed}") for seed in range(seeds)]
     minutes, shares = [], []
     for found, other in zip(runs, baseline, strict=True):
-        later = found.rounds[1:]
-        seconds = statistics.mean(r["round_seconds"] for r in later)
-        tokens = (found.rounds[-1]["tokens"] - found.rounds[0]["tokens"]) / len(later)
-        minutes.append(seconds / tokens * other.tokens / 60)
-        idle = [parts(found, r["round"])[1] / r["round_seconds"] for r in later]
-        shares.append(statistics.mean(idle))
+        minutes.append(found.seconds / found.rounds[-1]["tokens"] * other.tokens / 60)
+        shares.append(max(parts["wan"] for parts in found.shares().values()))
     return {"minutes_same_tokens": spread(minutes), "wan_idle": spread(shares)}
 
 

@@ -29,7 +29,6 @@ _LISTEN_SECONDS = 120.0  # for a coordinator
 _FAREWELL_SECONDS = 30.0  # for slices to end after the coordinator has
 _PAUSE_SECONDS = 1.0  # before a new start
 _RESTARTS = 20  # of each process
-_STARTS_FILE = "starts.json"
 _USER_MISTAKE = 2  # exit code that a new start would give again
 _CONFIG_FILE = """from pathlib import Path
 
@@ -124,8 +123,6 @@ def run(
     _claim(config, folder)
     _prepare_text(config, console)
     first = _rounds_written(folder)
-    starts = sorted({*start_rounds(folder), first + 1})
-    write_atomically(folder / _STARTS_FILE, json.dumps(starts) + "\n")
     with open_lab(world, folder / "lab", config.seed, setting.cores) as lab:
         before = lab.counters()
         closed = _to_the_end(lab, folder, console, trouble)
@@ -152,12 +149,6 @@ def run(
     }
     write_atomically(folder / "lab.json", json.dumps(to_json(content), indent=2) + "\n")
     return report
-
-
-def start_rounds(folder: Path) -> list[int]:
-    """Rounds in which processes of the run were started, all of them."""
-    path = folder / _STARTS_FILE
-    return json.loads(path.read_text()) if path.exists() else []
 
 
 def _claim(config: RunConfig, folder: Path) -> None:

@@ -17,6 +17,7 @@ from geojax.config.geomesh import (
     OuterConfig,
     SliceConfig,
     slice_strategy,
+    steps_ahead,
 )
 from geojax.config.grpc import GrpcConfig
 from geojax.config.platform import ClusterConfig, PlatformConfig, WatchdogConfig
@@ -64,6 +65,7 @@ __all__ = [
     "default_masking",
     "require",
     "slice_strategy",
+    "steps_ahead",
     "with_chain",
     "with_seed",
 ]

@@ -151,8 +151,16 @@ class ExchangeConfig:
     engine: Literal["mesh", "grpc"] = "mesh"
     """mesh: all slices in one process; grpc: a process each, which may fail and come back. `geojax
     launch` sets it."""
+    overlap: float = 0.0
+    """Share of the next round's inner steps that a slice does while its message is under way; then
+    it takes the result in. 0: it waits for the result first; 1: it takes it in a round later."""
 
     def __post_init__(self):
+        require(
+            0 <= self.overlap <= 1,
+            f"exchange.overlap {self.overlap} is a share of a round's inner steps; it must lie in "
+            "[0, 1]",
+        )
         require(
             self.engine == "mesh" or self.schedule != "two_phase",
             "exchange.schedule 'two_phase' has no place in engine grpc, where the owner of a shard "
@@ -168,6 +176,10 @@ class ExchangeConfig:
             "no magnitudes; leave it at 'tensor'",
         )
 
+    def steps_ahead(self, inner_steps: int) -> int:
+        """The steps of such a round that go beside an exchange."""
+        return steps_ahead(self.overlap, inner_steps)
+
     def resolve_schedule(self, slices: int) -> Literal["gather", "two_phase"]:
         """The schedule for this many slices, `auto` resolved."""
         if self.schedule != "auto":
@@ -176,6 +188,11 @@ class ExchangeConfig:
             return "gather"
         floats = self.codec in ("fp32", "fp16", "bf16")
         return "two_phase" if floats or slices > 4 else "gather"
+
+
+def steps_ahead(overlap: float, inner_steps: int) -> int:
+    """So large a share of a round's steps, rounded up: at least one, where there is a share."""
+    return math.ceil(overlap * inner_steps - 1e-9)
 
 
 @dataclass(frozen=True)

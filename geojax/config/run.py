@@ -160,6 +160,8 @@ class RunConfig:
             f"balance.replan {self.balance.replan} follows measured speeds of slices in processes "
             "of their own; leave it unset, or use the measured clock and `geojax launch`",
         )
+        if self.exchange.overlap:
+            self._check_overlap(grpc)
         names = [s.name for s in self.slices]
         require(len(set(names)) == len(names), f"slices share a name: {names}; rename one")
         if not self.cona or self.clock.kind == "modelled":  # else it chooses among what there is
@@ -173,6 +175,25 @@ class RunConfig:
                 f"slices {given} set a speed, gpu or gpus, which the measured clock ignores; leave "
                 "them unset or set clock.kind to 'modelled'"
             )
+
+    def _check_overlap(self, grpc: bool) -> None:
+        name = f"exchange.overlap {self.exchange.overlap}"
+        require(
+            grpc or self.clock.kind == "modelled",
+            f"{name}: in one process no message is under way while slices work, so the measured "
+            "clock would show nothing; leave it at 0, use the modelled clock, or set "
+            "exchange.engine to 'grpc' and start the run by `geojax launch`",
+        )
+        for other, value in (("cona", self.cona), ("balance.replan", self.balance.replan)):
+            require(
+                value is None,
+                f"{name} begins a round before the one before is over, and {other} may only then "
+                f"give it another plan; leave {other} unset, or exchange.overlap at 0",
+            )
+        require(
+            not (self.halos or self.streaming),
+            f"{name} is of rounds, and this run's method has a loop of its own; leave it at 0",
+        )
 
     def _check_one_cluster(self) -> None:
         for name, default in (

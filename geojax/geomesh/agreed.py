@@ -6,6 +6,7 @@ that comes back, whatever it missed, knows it too.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from geojax.cona.noise import Moments
@@ -15,7 +16,7 @@ from geojax.geomesh.clock import modelled_profiles
 from geojax.geomesh.speeds import Speeds
 from geojax.geomesh.steering import Decision, Planner, first_plan, read_profiles, record
 from geojax.geomesh.wan.history import History
-from geojax.geomesh.wan.samples import Samples, Share
+from geojax.geomesh.wan.samples import Border, Opened, count
 
 
 class Agreed:
@@ -28,7 +29,7 @@ class Agreed:
         """Of no history yet."""
         self._epoch = 0
         self.planner: Planner
-        self.samples = Samples()
+        self.data = Border()
         self.tokens_before = 0
         """At the border before."""
         self.considered: dict[str, Any] | None = None
@@ -43,7 +44,13 @@ class Agreed:
     @property
     def tokens(self) -> int:
         """Predicted tokens that are merged, over all slices."""
-        return self.samples.merged * self._config.data.seq_len
+        return self.data.merged * self._config.data.seq_len
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over at this border."""
+        waiting = self.data.samples.returned or self.data.ahead
+        return self._enough(self.data.merged) and not waiting
 
     def follow(self, history: History, border: int) -> None:
         """To that border."""
@@ -53,12 +60,23 @@ class Agreed:
         while self.border < border:
             self._close(history)
 
-    def shares(self, members: Sequence[int]) -> dict[int, Share]:
-        """Of the next round, which these slices are in."""
-        return self._allot(members)[0]
+    def open(self, members: Sequence[int]) -> Opened:
+        """Samples of the next round, which these slices are in."""
+        wanted = {i: self.plan.work[i].sequences for i in members}
+        return self.data.open(wanted, self._config.exchange.overlap > 0, self._enough)
 
-    def _allot(self, members: Sequence[int]) -> tuple[dict[int, Share], Samples]:
-        return self.samples.allot({i: self.plan.work[i].sequences for i in members})
+    def spans(self, opened: Opened) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Shares of all tokens seen before and after that round, and the one after it, if all of
+        their slices are merged."""
+        seq_len, total = self._config.data.seq_len, self._config.train.total_tokens
+        taken = count(opened.shares), count(opened.ahead)
+        begin, middle, end = (
+            samples * seq_len / total for samples in accumulate(taken, initial=self.data.merged)
+        )
+        return (begin, middle), (middle, end)
+
+    def _enough(self, samples: int) -> bool:
+        return samples * self._config.data.seq_len >= self._config.train.total_tokens
 
     def _begin(self, history: History) -> None:
         assert history.start is not None, "the run has begun"
@@ -72,7 +90,7 @@ class Agreed:
         plan = first_plan(config, profiles, seconds or 0.0)
         self.planner = Planner(config, plan, profiles, seconds or 0.0)
         self._speeds = Speeds(profiles, seconds or 0.0)
-        self.samples, self.border, self.tokens_before = Samples(), 0, 0
+        self.data, self.border, self.tokens_before = Border(), 0, 0
         self.considered = self.changed = None
 
     def _close(self, history: History) -> None:
@@ -81,17 +99,16 @@ class Agreed:
         entry = history.rounds[number - 1]
         facts = {int(i): f for i, f in entry["facts"].items()}
         self.tokens_before = self.tokens
-        shares, samples = self._allot(history.members_of(number))
-        out = [share for i, share in shares.items() if i not in facts]
-        self.samples, self.border = samples.put_back(out), number
+        self.data = Border.after(self.open(history.members_of(number)), facts)
+        self.border = number
         every = range(len(self._config.slices))
         self.planner.observe(
-            self.samples.merged,
+            self.data.merged,
             [facts[i]["steps"] if i in facts else 0 for i in every],
             [_moments(facts[i]["noise"]) if i in facts else {} for i in every],
         )
         self.considered = self.changed = None
-        if self.tokens >= self._config.train.total_tokens:
+        if self._enough(self.data.merged):
             return
         replan = self._config.balance.replan is not None
         if replan:
@@ -101,7 +118,7 @@ class Agreed:
             self.planner.profiled(self._speeds.profiles, self._speeds.exchange_seconds)
         before = self.plan
         if self._config.cona:
-            situation, decision = self.planner.propose(number, self.samples.merged)
+            situation, decision = self.planner.propose(number, self.data.merged)
             self.considered = record(situation, decision)
         elif replan:
             members = entry["merged"]

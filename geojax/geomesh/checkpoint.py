@@ -5,7 +5,7 @@ Invariant: state, position, plan and origin together say what the run does next.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -28,6 +28,10 @@ class Position:
     """On the run's clock."""
     inner_seconds: float = 0.0
     """Real time of the inner steps since then."""
+    late: list[float] = field(default_factory=list)
+    """By slice, seconds of steps ahead that were left to do at that border; empty: none."""
+    behind: list[int] = field(default_factory=list)
+    """By slice, steps of the open round that go beside the exchange before; empty: none."""
     lost_rounds: int = 0
     """In a row that no slice could join."""
     wall_seconds: float = 0.0
@@ -40,8 +44,10 @@ def abstract_slice(
     feedback: ErrorFeedback | None,
     train: TrainConfig,
     mid_round: bool,
+    sent: bool,
 ) -> dict[str, Any]:
-    """Shapes of what `checkpoint_tree` returns for one slice, whatever its plan."""
+    """Shapes of what `checkpoint_tree` returns for one slice, whatever its plan. `sent`: whether it
+    had gone on."""
 
     def tree() -> dict[str, Any]:
         state = init_state(outer.params, train)
@@ -54,6 +60,8 @@ def abstract_slice(
             kept["feedback"] = feedback.own
         if mid_round:
             kept["params"] = state.params
+        if sent:
+            kept["sent"] = jax.tree.leaves(outer.params)
         shared = {"params": outer.params, "outer_opt_state": outer.opt_state}
         return shared | {"slices": {name: kept}}
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one interface to time: what a round took, by slice, measured or modelled.
 
-Invariant: for every slice compute + straggler wait + WAN wait + outer step = the round's seconds.
+Invariant: that of geojax.geomesh.timeline; the modelled clock looks at no measured second.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,47 +10,55 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from geojax.config import ConfigError, RunConfig, SliceConfig
-from geojax.geomesh.balance import Option, Plan, SliceProfile
+from geojax.geomesh.balance import Option, Plan, SliceProfile, SliceWork
 from geojax.geomesh.layout import make_layout
 from geojax.geomesh.sync import payload_bytes
+from geojax.geomesh.timeline import Part, RoundTimes, round_times
 from geojax.meshes.candidates import MICRO_BATCHES, Candidate, Job, frontier, make_plan
 from geojax.meshes.hardware import Cluster, get_gpu
 from geojax.meshes.timing_a100 import A100, extrapolated
 from geojax.meshes.wan import get_wan, wire_bytes
 
 
-class RoundTimes(NamedTuple):
-    """Seconds of one round."""
+class Happened(NamedTuple):
+    """One round as it happened here, by slice."""
 
     compute: list[float]
-    """Inner steps, by slice."""
+    """Seconds of inner steps."""
     inner: float
-    """Until the last slice had done its inner steps."""
+    """Seconds until the last slice had done its inner steps."""
     exchange: float
     outer: float
-    """Encoding, decoding, merging, the outer step and the hash check."""
-
-    @property
-    def total(self) -> float:
-        return self.inner + self.exchange + self.outer
-
-    def straggler(self, index: int) -> float:
-        """What slice `index` waited for the last one."""
-        return self.inner - self.compute[index]
+    """Seconds of encoding, decoding, merging, the outer step and the hash check."""
+    behind: list[int]
+    """Inner steps of this round that were done beside the exchange before."""
+    ahead: list[int]
+    """Inner steps of the next round that are done beside this one's."""
+    late: list[float]
+    """As `RoundTimes` of the round before has it."""
 
 
 @runtime_checkable
 class Clock(Protocol):
     """Where a run's times come from."""
 
-    def round(self, plan: Plan, measured: RoundTimes) -> RoundTimes: ...
+    def round(self, plan: Plan, happened: Happened) -> RoundTimes: ...
 
 
 class MeasuredClock:
-    """Wall time. Slices that share a device wait for each other's compute."""
+    """Wall time of slices in one process. Those that share a device wait for each other's compute;
+    there is nothing beside which an exchange could go on."""
 
-    def round(self, plan: Plan, measured: RoundTimes) -> RoundTimes:
-        return measured
+    def round(self, plan: Plan, happened: Happened) -> RoundTimes:
+        compute, inner, exchange, outer, *_ = happened
+        return RoundTimes(
+            inner + exchange + outer,
+            compute,
+            [inner - seconds for seconds in compute],
+            exchange,
+            [outer] * len(compute),
+            [0.0] * len(compute),
+        )
 
 
 @dataclass(frozen=True)
@@ -62,9 +70,19 @@ class ModelledClock:
 
     exchange_seconds: float
 
-    def round(self, plan: Plan, measured: RoundTimes) -> RoundTimes:
-        compute = [w.compute_seconds for w in plan.work]
-        return RoundTimes(compute, max(compute), self.exchange_seconds, 0.0)
+    def round(self, plan: Plan, happened: Happened) -> RoundTimes:
+        rows = zip(plan.work, happened.behind, happened.ahead, strict=True)
+        parts = [
+            modelled_part(work, behind, ahead, self.exchange_seconds)
+            for work, behind, ahead in rows
+        ]
+        return round_times(parts, happened.late, 0.0)
+
+
+def modelled_part(work: SliceWork, behind: int, ahead: int, exchange_seconds: float) -> Part:
+    """A slice's part of a round of which it had done `behind` steps when it began."""
+    step = work.seconds_per_step
+    return Part((work.inner_steps - behind) * step, ahead * step, 0.0, exchange_seconds)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from typing import Any
 
 from geojax.config import RunConfig
 from geojax.geomesh.balance import Plan
-from geojax.geomesh.clock import RoundTimes, Traffic
+from geojax.geomesh.clock import Traffic
 from geojax.geomesh.sync import Contribution, Merged
+from geojax.geomesh.timeline import Part
 from geojax.geomesh.worker import Worker
 from geojax.models.transformer import count_params
 from geojax.track.console import format_bytes, format_count, format_seconds, format_share
@@ -28,6 +29,7 @@ def start_record(config: RunConfig, plan: Plan, traffic: Traffic) -> dict[str, A
         "total_tokens": config.train.total_tokens,
         "codec": config.exchange.codec,
         "schedule": config.exchange.resolve_schedule(len(config.slices)),
+        "lag_steps": [config.exchange.steps_ahead(work.inner_steps) for work in plan.work],
         "payload_bytes": traffic.payload_bytes,
         "fp32_bytes": traffic.fp32_bytes,
         "wire_bytes": traffic.wire_bytes,
@@ -37,10 +39,11 @@ def start_record(config: RunConfig, plan: Plan, traffic: Traffic) -> dict[str, A
 
 
 def slice_record(
-    worker: Worker, contribution: Contribution, sent_bytes: int, times: RoundTimes, traffic: Traffic
+    worker: Worker, contribution: Contribution, sent_bytes: int, traffic: Traffic
 ) -> dict[str, Any]:
-    """Fields of a `slice` record; byte counts but `sent_bytes` are of the clocked model."""
-    p, i = worker.progress, worker.index
+    """Fields of a `slice` record but for its times; byte counts but `sent_bytes` are of the clocked
+    model."""
+    p = worker.ended
     return {
         "slice": worker.work.name,
         "batch": worker.work.batch,
@@ -50,10 +53,6 @@ def slice_record(
         "grad_norm": p.grad_norm / p.steps if p.steps else None,
         "skipped": p.skipped,
         "merged": contribution.tokens > 0,
-        "compute_seconds": times.compute[i],
-        "straggler_seconds": times.straggler(i),
-        "wan_seconds": times.exchange,
-        "outer_seconds": times.outer,
         "payload_bytes": traffic.payload_bytes,
         "wire_bytes": traffic.wire_bytes,
         "sent_bytes": sent_bytes,
@@ -62,14 +61,32 @@ def slice_record(
     }
 
 
-def round_record(merged: Merged, times: RoundTimes, traffic: Traffic) -> dict[str, Any]:
-    """Fields of a `round` record that the exchange and the clock give."""
+def round_record(merged: Merged, traffic: Traffic) -> dict[str, Any]:
+    """Fields of a `round` record that the exchange gives."""
     return {
-        "round_seconds": times.total,
         "payload_bytes": traffic.payload_bytes,
         "payload_ratio": traffic.payload_ratio,
         "wire_bytes": traffic.wire_bytes,
         "sign_agreement": merged.agreement.fraction,
+    }
+
+
+def part_record(
+    worker: Worker,
+    contribution: Contribution,
+    sent_bytes: int,
+    traffic: Traffic,
+    part: Part,
+    waited_seconds: float | None,
+    busy_seconds: float,
+) -> dict[str, Any]:
+    """What the coordinator makes the `slice` record of one slice from, and of all of them the
+    round's times."""
+    mine = slice_record(worker, contribution, sent_bytes, traffic)
+    return {
+        "slice": mine | {"busy_seconds": busy_seconds},
+        "seconds": part._asdict(),
+        "waited_seconds": waited_seconds,
     }
 
 
@@ -129,6 +146,15 @@ def derived_rows(
             f"{took}",
         )
     )
+    if config.exchange.overlap:
+        steps = config.exchange.steps_ahead
+        ahead = [f"{steps(w.inner_steps)} of {w.inner_steps}" for w in plan.work]
+        rows.append(
+            (
+                "overlap",
+                f"beside the next round's steps; its result is taken in after {', '.join(ahead)}",
+            )
+        )
     if config.clock.kind == "modelled":
         rows.append(
             (

@@ -3,8 +3,12 @@
 
 It does what geojax.geomesh.trainer does for all slices, for one; geojax.geomesh.wan says which
 slices are in a round and moves their messages. Invariant: the shared parameters are, bit for bit,
-those of a run in one process that merged the same samples in the same rounds. Error feedback holds
-what the messages that were merged did not carry; a message that was left out leaves it as it was.
+those of a run in one process that merged the same samples in the same rounds.
+
+With exchange.overlap a slice goes on, once its message is made, with the samples that it was given
+for the next round (geojax.geomesh.wan.samples), and takes the result in after a fixed number of
+steps, however long the exchange took. It goes back to what is shared, and the steps are lost, where
+the round ends without it.
 """
 
 import threading
@@ -22,7 +26,7 @@ from geojax.data import Corpus, TaskSet
 from geojax.geomesh.agreed import Agreed
 from geojax.geomesh.balance import Plan
 from geojax.geomesh.checkpoint import abstract_slice, checkpoint_tree
-from geojax.geomesh.clock import RoundTimes, modelled_exchange_seconds, traffic
+from geojax.geomesh.clock import modelled_exchange_seconds, traffic
 from geojax.geomesh.layout import make_layout
 from geojax.geomesh.options import choices, work_strategy
 from geojax.geomesh.outer import OuterStep, digest
@@ -36,15 +40,17 @@ from geojax.geomesh.profile import measured_profiles
 from geojax.geomesh.records import (
     derived_rows,
     left_out,
+    part_record,
     round_record,
-    slice_record,
     start_record,
 )
-from geojax.geomesh.sync import Contribution, ErrorFeedback, Merged, Synchronizer, payload_bytes
+from geojax.geomesh.slice_feedback import SliceFeedback
+from geojax.geomesh.slice_work import OpenWork
+from geojax.geomesh.sync import ErrorFeedback, Merged, Synchronizer, payload_bytes
 from geojax.geomesh.wan.history import History
 from geojax.geomesh.wan.member import Member, Message, Stopped
 from geojax.geomesh.wan.rounds import run_rounds
-from geojax.geomesh.wan.samples import Share
+from geojax.geomesh.wan.samples import Share, in_order
 from geojax.geomesh.worker import Worker
 from geojax.meshes.axes import assign_devices
 from geojax.meshes.wan import wire_bytes
@@ -95,9 +101,10 @@ class SliceTrainer:
         self._outer_step = OuterStep(config.outer)
         self._outer = self._outer_step.init(params)
         self.state_bytes = sum(leaf.nbytes for leaf in self._shared_leaves())
-        self._feedback: ErrorFeedback | None = None
+        feedback = None
         if config.exchange.error_feedback:
-            self._feedback = self._synchronizer.init_feedback(index, jax.tree.leaves(params))
+            feedback = self._synchronizer.init_feedback(index, jax.tree.leaves(params))
+        self._feedback = SliceFeedback(feedback)
         self.traffic = traffic(config)
         self._exchange_seconds: float | None = None  # where it is modelled
         if config.clock.kind == "modelled":
@@ -105,20 +112,14 @@ class SliceTrainer:
         self._agreed = Agreed(config, self._exchange_seconds)
         self._text = [corpus.folder.name, corpus.tokenizer_fingerprint]
         self.epoch = self.border = 0
-        self._feedback_round = 0
-        """Up to which error feedback has all that this slice's messages left over."""
-        self._settled = 0
-        """The last round whose end is known to this slice's error feedback."""
         self._lost_rounds = 0
         self._worker: Worker | None = None
         self._plan: Plan | None = None  # the worker's
         self._reached: tuple[int, int] | None = None
         self._digest: tuple[tuple[int, int], str] | None = None
-        self._contribution: Contribution | None = None
-        """Of the round whose message is under way."""
-        self._share: Share = ()
-        self._sent_at = self._began = time.perf_counter()
-        self._outer_seconds = self._exchanged_seconds = self._wall_before = 0.0
+        self._open = OpenWork()
+        self._began = time.perf_counter()
+        self._exchanged_seconds = self._wall_before = 0.0
         self._saved: tuple[dict[str, Any], dict[str, Any]] | None = None
         """Of the worker, and facts, as the checkpoint has them."""
         self.resumed = not checkpoints.empty
@@ -185,17 +186,20 @@ class SliceTrainer:
 
     @property
     def finished(self) -> bool:
-        agreed = self._agreed
-        return agreed.tokens >= self.config.train.total_tokens and not agreed.samples.returned
+        return self._agreed.finished
 
     def reached(self, history: History) -> None:
         if self._reached == (self.epoch, self.border):
             return
         first, self._reached = self._reached is None, (self.epoch, self.border)
-        agreed, fresh = self._agreed, first and not self.resumed
-        if self._settled > self.border:  # of a round that was undone
-            self._settled = self.border
+        if self._feedback.settled > self.border:  # of a round that was undone
+            self._feedback.settled = self.border
             self._forget_feedback(history)
+        with self._open.accounts.busy():
+            self._stand_at_border(first)
+
+    def _stand_at_border(self, first: bool) -> None:
+        agreed, fresh = self._agreed, first and not self.resumed
         if self._worker is None:
             with self._watchdog.pause():
                 self._make_worker()
@@ -217,42 +221,36 @@ class SliceTrainer:
             self._take_up()
         interval = self.config.checkpoint.every_rounds
         if not first and (self.finished or (interval and self.border % interval == 0)):
-            self._save(mid_round=False)
+            self._save(mid_round=self.worker.sent is not None)
 
     def work(self, members: Sequence[int]) -> None:
-        agreed, worker = self._agreed, self.worker
-        shares = agreed.shares(members)
-        seq_len, total = self.config.data.seq_len, self.config.train.total_tokens
-        taken = sum(len(part) for share in shares.values() for part in share)
-        after = (agreed.samples.merged + taken) * seq_len
-        if shares[self.index] != self._share:
-            worker.end_round()  # what it may hold is of another share
-        self._share = shares[self.index]
-
-        def stopped() -> bool:
-            self._watchdog.beat(f"inner steps of round {self.border + 1}")
-            return self._stop.is_set()
-
+        worker, agreed = self.worker, self._agreed
+        opened = agreed.open(members)
+        mine, ahead = opened.shares[self.index], opened.ahead.get(self.index, ())
+        sent = self._open.take(worker, self.border + 1, mine, ahead)
+        span, self._ahead_span = agreed.spans(opened)
+        if sent or worker.finished:
+            return
+        if self._stop.is_set():
+            raise Stopped
         worker.scale = agreed.planner.scale(self.index)
         worker.probe = agreed.planner.probe_due(self.index)
-        if not worker.finished and not self._stop.is_set():
-            if not worker.progress.done:
-                worker.begin_round()
-            span = (agreed.tokens / total, after / total)
-            worker.run(self._sequences, _in_order(self._share), span, stopped)
+        if worker.sent:
+            self._go_ahead(mine, span)
+        with self._open.accounts.outer():
+            worker.begin_round()
+        worker.run(self._sequences, in_order(mine), span, self._stopped)
         if not worker.finished:
             raise Stopped
 
     def message(self) -> tuple[Message, Mapping[str, Any]]:
-        started = time.perf_counter()
         worker = self.worker
-        contribution = worker.contribution()
-        if self._feedback:  # what follows from the message counts once it is merged
-            own = [x.copy() for x in self._feedback.own]
-            contribution.feedback = ErrorFeedback(own, self._feedback.shard)
-        message = self._synchronizer.pack(self.border + 1, contribution)
-        self._contribution = contribution
-        p = worker.progress
+        with self._open.accounts.outer():
+            contribution = worker.contribution()
+            contribution.feedback = self._feedback.for_message()
+            message = self._synchronizer.pack(self.border + 1, contribution)
+        self._open.contribution = contribution
+        p = worker.ended
         facts = {
             "steps": p.steps,
             "noise": {source: list(map(float, sums)) for source, sums in p.noise.items()},
@@ -260,28 +258,35 @@ class SliceTrainer:
             "exchange_seconds": self._exchanged_seconds,
             "expected_seconds": self._agreed.plan.compute_seconds,
         }
-        self._sent_at = time.perf_counter()
-        self._outer_seconds = self._sent_at - started
         return message, facts
 
+    def go_on(self) -> bool:
+        work = self._open
+        assert work.contribution, "its message was made"
+        if not work.ahead or not work.contribution.tokens:
+            return False
+        work.go_on(self.worker, self.border + 1)
+        self._go_ahead(work.ahead, self._ahead_span)
+        return True
+
     def settle(self, number: int, merged: bool, history: History) -> None:
-        if number <= self._settled:
+        feedback = self._feedback
+        if number <= feedback.settled:
             return
-        self._settled = number
-        if merged and self._contribution is None and self._saved_round() == number:
+        feedback.settled = number
+        if merged and self._open.contribution is None and self._saved_round() == number:
             self._agreed.follow(history, number - 1)
             self._make_worker()
-            if self.worker.finished:
+            if self.worker.finished or self._open.sent_round == number:
                 self.message()
-        if merged and self._contribution:
-            self._feedback = self._contribution.feedback
-            self._feedback_round = number
+        if merged and self._open.contribution:
+            feedback.merged(number, self._open.contribution.feedback)
         elif merged:
             self._forget_feedback(history)
         if not merged:
-            self._drop_work()
+            self._open.drop(self._worker)
         if self._worker:
-            self._worker.feedback = self._feedback
+            self._worker.feedback = feedback.value
 
     def apply(self, number: int, row: Sequence[Message | None], history: History) -> None:
         started, agreed = time.perf_counter(), self._agreed
@@ -293,13 +298,13 @@ class SliceTrainer:
             self._outer_step.apply(self._outer, result.pseudo_gradients[0], progress)
         self._digest = ((history.epoch, number), digest(self._outer).hex())
         agreed.follow(history, number)
-        self._exchanged_seconds = started - self._sent_at
-        self._outer_seconds += time.perf_counter() - started
+        applied = time.perf_counter() - started
         missing = left_out(result.headers, self._names)
-        if self._contribution:
-            self._write(number, plan, members, result, missing)
-        self._drop_work()
         merged = history.rounds[number - 1]["merged"]
+        if self._open.contribution:
+            self._write(number, plan, members, merged, result, missing)
+        self._open.merged(self._worker, number)
+        self._open.accounts.outer_seconds = applied
         if poor := [name for name in missing if self._names.index(name) in merged]:
             self._console.warn(
                 f"round {number}: left out {', '.join(poor)}, whose update was not finite or came "
@@ -318,10 +323,11 @@ class SliceTrainer:
         tree = jax.tree.structure((self._outer.params, self._outer.opt_state))
         self._outer.params, self._outer.opt_state = jax.tree.unflatten(tree, leaves)
         self._digest = None
-        if history.last_merged(self.index) > self._feedback_round or border < self._settled:
+        feedback = self._feedback
+        if history.last_merged(self.index) > feedback.round or border < feedback.settled:
             self._forget_feedback(history)
-        self._settled = border
-        self._drop_work()
+        feedback.settled = border
+        self._open.drop(self._worker)
 
     # Parts of these.
 
@@ -333,6 +339,18 @@ class SliceTrainer:
     def _shared_leaves(self) -> list[np.ndarray]:
         return jax.tree.leaves((self._outer.params, self._outer.opt_state))
 
+    def _go_ahead(self, share: Share, span: tuple[float, float]) -> None:
+        """What is left of the steps before the result is taken in. Stopped."""
+        worker = self.worker
+        steps = self.config.exchange.steps_ahead(worker.work.inner_steps)
+        worker.run(self._sequences, in_order(share), span, self._stopped, steps)
+        if worker.progress.done < steps:
+            raise Stopped
+
+    def _stopped(self) -> bool:
+        self._watchdog.beat(f"inner steps after round {self.border}")
+        return self._stop.is_set()
+
     def _make_worker(self) -> None:
         """For the plan in force; with what the checkpoint holds of it, if that is of this round."""
         if self._worker is not None:
@@ -340,17 +358,19 @@ class SliceTrainer:
         self._plan = plan = self._agreed.plan
         work, steps = plan.work[self.index], chunk_steps(self.config, plan)
         program = self._program(self._devices, work_strategy(self.config, self.index, work))
-        worker = Worker(self.index, work, steps, program, self._outer, self._feedback)
+        worker = Worker(self.index, work, steps, program, self._outer, self._feedback.value)
         if self._saved:
             kept, meta = self._saved
             here = meta["mid_round"] and self._saved_round() == self.border + 1
-            progress = meta["progress"][0] if here else {}
-            params = kept["params"] if here else self._outer.params
-            worker.restore(kept | {"params": params}, self._outer, progress)
-            worker.feedback = self._feedback
+            facts = meta if here else {"progress": {}, "sent": None}
+            if not here:
+                kept = kept | {"params": self._outer.params}
+            worker.restore(kept, self._outer, facts)
+            worker.feedback = self._feedback.value
             if meta["batch"] != work.batch:
                 worker.state = program.carry_over(worker.state, meta["batch"])
-            self._share = tuple(range(*part) for part in meta["share"]) if here else ()
+            if here:
+                self._open.restore(meta)
         worker.compile()
         self._worker = worker
 
@@ -378,43 +398,35 @@ class SliceTrainer:
             decision=decision.kind,
         )
 
-    def _drop_work(self) -> None:
-        """The round's work is merged, or lost."""
-        self._contribution, self._outer_seconds, self._share = None, 0.0, ()
-        if self._worker:
-            self._worker.end_round()
-
     def _forget_feedback(self, history: History) -> None:
         """It is not what this slice's messages left over: another process sent some."""
-        self._feedback_round = history.last_merged(self.index)
-        if self._feedback:
-            self._feedback = ErrorFeedback(
-                [np.zeros_like(x) for x in self._feedback.own], self._feedback.shard
-            )
+        self._feedback.forget(history.last_merged(self.index))
         if self._worker:
-            self._worker.feedback = self._feedback
+            self._worker.feedback = self._feedback.value
 
     def _write(
         self,
         number: int,
         plan: Plan,
         members: Sequence[int],
+        merged: Sequence[int],
         result: Merged,
         missing: Sequence[str],
     ) -> None:
         """This slice's records of a round that it was merged in."""
-        worker, contribution, agreed = self.worker, self._contribution, self._agreed
+        worker, work, agreed = self.worker, self._open, self._agreed
+        contribution, accounts = work.contribution, work.accounts
         assert contribution, "it was merged"
-        compute = worker.progress.compute_seconds
-        outer, exchange = self._outer_seconds, self._exchanged_seconds
-        whole = compute + exchange + outer
-        if self._exchange_seconds is not None:
-            seconds = [plan.work[i].compute_seconds for i in members]
-            compute, outer, exchange = worker.work.compute_seconds, 0.0, self._exchange_seconds
-            whole = max(seconds) + exchange
-        times = RoundTimes([compute] * len(self._names), compute, exchange, outer)
-        sent = wire_bytes("gather", len(members), self.message_bytes)
-        line = round_record(result, times, self.traffic) | {
+        sending, waited = self._member.times(number, merged)
+        self._exchanged_seconds = waited or 0.0
+        modelled = self._exchange_seconds
+        if modelled is not None:
+            waited = modelled
+        gone_on = work.sent_round == number
+        ahead = self.config.exchange.steps_ahead(worker.work.inner_steps) if gone_on else 0
+        busy = accounts.busy_seconds
+        part = accounts.close(worker, ahead, sending, modelled)
+        line = round_record(result, self.traffic) | {
             "tokens": agreed.tokens,
             "hash": self._digest[1] if self._digest else None,
             "left_out": list(missing),
@@ -422,18 +434,14 @@ class SliceTrainer:
         }
         if self.config.cona:
             line |= {"strategy": str(plan), "noise": noise_record(agreed.planner.watch)}
-        line["samples"] = agreed.samples.merged
-        record = {
-            "kind": "slice",
-            "round": number,
-            "slice": slice_record(worker, contribution, sent, times, self.traffic),
-            "line": line,
-            "seconds": {"compute": compute, "outer": outer, "whole": whole},
-        }
+        line["samples"] = agreed.data.merged
+        sent = wire_bytes("gather", len(members), self.message_bytes)
+        mine = part_record(worker, contribution, sent, self.traffic, part, waited, busy)
+        record = {"kind": "slice", "round": number, "line": line, **mine}
         self._member.record(to_json(record))
-        if worker.progress.skipped:
+        if worker.ended.skipped:
             self._console.warn(
-                f"round {number}: skipped {worker.progress.skipped} of {worker.progress.done} "
+                f"round {number}: skipped {worker.ended.skipped} of {worker.ended.done} "
                 "inner steps (loss or gradient not finite, or a spike)"
             )
 
@@ -448,10 +456,10 @@ class SliceTrainer:
             "slice": self._names[self.index],
             "epoch": self.epoch,
             "border": self.border,
-            "feedback_round": self._feedback_round,
+            "feedback_round": self._feedback.round,
             "mid_round": mid_round,
-            "progress": [asdict(worker.progress)],
-            "share": [[part.start, part.stop] for part in self._share],
+            **worker.facts(),
+            **self._open.facts(),
             "batch": worker.work.batch,
             "records": self._member.unwritten,
             "wall_seconds": self._wall_seconds(),
@@ -469,17 +477,23 @@ class SliceTrainer:
             "folder of its own",
         )
         abstract = abstract_slice(
-            name, self._outer, self._feedback, self.config.train, meta["mid_round"]
+            name,
+            self._outer,
+            self._feedback.value,
+            self.config.train,
+            meta["mid_round"],
+            meta["sent"] is not None,
         )
         state, meta = self._checkpoints.restore(abstract)
         shared = jax.tree.map(np.array, (state["params"], state["outer_opt_state"]))
         self._outer.params, self._outer.opt_state = shared
         self.epoch, self.border = meta["epoch"], meta["border"]
-        self._settled, self._feedback_round = self.border, meta["feedback_round"]
+        self._feedback.settled, self._feedback.round = self.border, meta["feedback_round"]
         self._wall_before = meta["wall_seconds"]
         kept = state["slices"][name]
-        if self._feedback:
-            self._feedback = ErrorFeedback(kept["feedback"], self._feedback.shard)
+        if self._feedback.value:
+            shard = self._feedback.value.shard
+            self._feedback.value = ErrorFeedback(kept["feedback"], shard)
         self._saved = kept, meta
 
     def _saved_round(self) -> int | None:
@@ -488,10 +502,3 @@ class SliceTrainer:
 
     def _wall_seconds(self) -> float:
         return self._wall_before + time.perf_counter() - self._began
-
-
-def _in_order(share: Share) -> range | np.ndarray:
-    """The samples of a share."""
-    if len(share) == 1:
-        return share[0]
-    return np.concatenate([np.arange(part.start, part.stop) for part in share])

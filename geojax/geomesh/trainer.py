@@ -24,9 +24,9 @@ from geojax.geomesh.balance import Plan, SliceWork
 from geojax.geomesh.checkpoint import Position, checkpoint_tree
 from geojax.geomesh.clock import (
     Clock,
+    Happened,
     MeasuredClock,
     ModelledClock,
-    RoundTimes,
     modelled_exchange_seconds,
     modelled_profiles,
     traffic,
@@ -287,9 +287,8 @@ class Trainer:
                 worker.probe = self._planner.probe_due(worker.index)
                 if worker.finished or self._stop.is_set():
                     continue
-                if not worker.progress.done:
-                    worker.begin_round()
-                worker.run(self._sequences, shares[worker.index], span, stopped)
+                ahead = self.config.exchange.steps_ahead(worker.work.inner_steps)
+                worker.work_on(self._sequences, shares[worker.index], span, stopped, ahead)
 
         with ThreadPoolExecutor(len(self._groups)) as pool:
             list(pool.map(work, self._groups))
@@ -302,6 +301,7 @@ class Trainer:
         started = time.perf_counter()
         contributions = [w.contribution() for w in self.workers]
         merged = self._synchronizer.exchange(position.round, contributions)
+        ahead = self._go_on(contributions, cursor)
         if merged.pseudo_gradients:
             progress = self.tokens / self.config.train.total_tokens
             for worker, gradient in zip(self.workers, merged.pseudo_gradients, strict=True):
@@ -310,41 +310,50 @@ class Trainer:
         copy_hash = self._check_copies()
         position.cursor = cursor
         outer_seconds = time.perf_counter() - started - merged.exchange_seconds
-        compute = [w.progress.compute_seconds for w in self.workers]
-        times = self._clock.round(
-            self.plan,
-            RoundTimes(compute, position.inner_seconds, merged.exchange_seconds, outer_seconds),
+        slices = len(self.workers)
+        happened = Happened(
+            [w.ended.compute_seconds for w in self.workers],
+            position.inner_seconds,
+            merged.exchange_seconds,
+            outer_seconds,
+            position.behind or [0] * slices,
+            ahead,
+            position.late or [0.0] * slices,
         )
+        times = self._clock.round(self.plan, happened)
         position.seconds += times.total
-        position.inner_seconds = 0.0
+        position.inner_seconds, position.late, position.behind = 0.0, times.late, ahead
         self._planner.observe(
             cursor,
-            [w.progress.steps for w in self.workers],
-            [w.progress.noise for w in self.workers],
+            [w.ended.steps for w in self.workers],
+            [w.ended.noise for w in self.workers],
         )
 
         records = []
         for worker, contribution, sent in zip(
             self.workers, contributions, merged.sent_bytes, strict=True
         ):
-            part = slice_record(worker, contribution, sent, times, self.traffic)
+            part = slice_record(worker, contribution, sent, self.traffic)
+            part |= times.fields(worker.index)
             self._metrics.write("slice", round=position.round, **part)
             records.append(part)
-            if worker.progress.skipped:
+            if worker.ended.skipped:
                 console.warn(
                     f"round {position.round}, slice {worker.work.name}: skipped "
-                    f"{worker.progress.skipped} of {worker.progress.done} inner steps (loss or "
+                    f"{worker.ended.skipped} of {worker.ended.done} inner steps (loss or "
                     "gradient not finite, or a spike)"
                 )
-            worker.end_round()
+            if not worker.sent:
+                worker.end_round()
         missing = left_out(merged.headers, self._names)
         if missing:
             console.warn(
                 f"round {position.round}: left out {', '.join(missing)}, whose update was not "
                 "finite or came from too few good steps"
             )
-        line = round_record(merged, times, self.traffic) | {
+        line = round_record(merged, self.traffic) | {
             "round": position.round,
+            "round_seconds": times.total,
             "tokens": self.tokens,
             "seconds": position.seconds,
             "hash": copy_hash,
@@ -358,6 +367,20 @@ class Trainer:
         console.round_line(line, records)
         if position.lost_rounds >= self.config.train.anomalies.max_lost_rounds:
             raise LostRunError(lost_rounds_message(self.config, position.lost_rounds))
+
+    def _go_on(self, contributions: Sequence[Contribution], cursor: int) -> list[int]:
+        """Slices that were merged begin the next round, where it may begin before they take this
+        one's result in: the steps that each does until then."""
+        last = cursor * self.config.data.seq_len >= self.config.train.total_tokens
+        steps = []
+        for worker, contribution in zip(self.workers, contributions, strict=True):
+            ahead = self.config.exchange.steps_ahead(worker.work.inner_steps)
+            if last or not contribution.tokens:
+                ahead = 0
+            if ahead:
+                worker.go_on()
+            steps.append(ahead)
+        return steps
 
     def _check_copies(self) -> str:
         """Every slice sends every other the digest of its copy; all compare. Returns it in hex."""
@@ -382,19 +405,23 @@ class Trainer:
             "position": asdict(self.position) | {"wall_seconds": self._wall_seconds()},
             **self._planner.state(),
             "mid_round": mid_round,
-            "progress": [asdict(w.progress) for w in self.workers],
+            "slices_at": [w.facts() for w in self.workers],
         }
         with self._watchdog.pause():
             self._checkpoints.save(state, meta)
 
     def _restore(self, meta: dict[str, Any]) -> None:
         abstract = jax.eval_shape(lambda: checkpoint_tree(self.workers, meta["mid_round"]))
+        for worker, facts in zip(self.workers, meta["slices_at"], strict=True):
+            if facts["sent"] is not None:
+                sent = jax.tree.leaves(abstract["params"])
+                abstract["slices"][worker.work.name]["sent"] = sent
         state, meta = self._checkpoints.restore(abstract)
         self.position = Position(**meta["position"])
-        for worker, progress in zip(self.workers, meta["progress"], strict=True):
+        for worker, facts in zip(self.workers, meta["slices_at"], strict=True):
             shared = jax.tree.map(np.array, (state["params"], state["outer_opt_state"]))
             kept = state["slices"][worker.work.name]
-            worker.restore(kept, OuterCopy(*shared), progress)
+            worker.restore(kept, OuterCopy(*shared), facts)
 
     def _wall_seconds(self) -> float:
         return self.position.wall_seconds + time.perf_counter() - self._resumed_at

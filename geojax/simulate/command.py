@@ -56,7 +56,7 @@ class SimulateOptions:
     replan: bool = False
     """Also with a plan that follows the speeds."""
     overlap: bool = False
-    """Also with exchanges beside the next round's steps."""
+    """Also with exchanges beside all of the next round's steps (exchange.overlap 1)."""
     rounds: int | None = None
     """Rounds to simulate; unset: to the token budget."""
     scaling: bool = False
@@ -112,18 +112,19 @@ def run_simulate(options: SimulateOptions) -> None:
 def _run(setting: Setting, options: SimulateOptions, console: Console) -> None:
     names = [w.name for w in setting.plan.work]
     changes = [parse_change(text, names) for text in options.changes]
-    variants = {"as it is": (False, False)}
+    own = setting.config.exchange.overlap
+    variants = {"as it is": (own, False)}
     if options.replan:
         require(
             setting.config.balance.mode == "adaptive",
             "balance.mode equal gives all slices the same work at any speed; with --replan it must "
             "be adaptive",
         )
-        variants["re-planned"] = (False, True)
+        variants["re-planned"] = (own, True)
     if options.overlap:
-        variants["overlapped"] = (True, False)
+        variants["overlapped"] = (1.0, False)
     if options.replan and options.overlap:
-        variants["both"] = (True, True)
+        variants["both"] = (1.0, True)
     found: dict[str, tuple[Outcome, list[Round]]] = {}
     for name, (overlap, replanned) in variants.items():
         rounds = simulate(setting, changes, overlap, replanned, options.rounds)
@@ -183,11 +184,11 @@ def _content(
 def simulate(
     setting: Setting,
     changes: Sequence[Change] = (),
-    overlap: bool = False,
+    overlap: float | None = None,
     replanned: bool = False,
     rounds: int | None = None,
 ) -> list[Round]:
-    """Rounds of `setting` to its token budget, or so many."""
+    """Rounds of `setting` to its token budget, or so many; `overlap` unset: the config's."""
     quiet = replace(setting.network, jitter_seconds=0.0)
     steady = quiet.exchange(setting.pattern, setting.traffic.payload_bytes).seconds
     replanner = Replanner(setting.profiles, setting.config.balance, steady) if replanned else None
@@ -197,7 +198,7 @@ def simulate(
         budget_sequences(setting),
         (lambda number: setting.exchange(number).seconds) if jitter else lambda number: steady,
         Speeds([w.name for w in setting.plan.work], changes),
-        overlap,
+        setting.config.exchange.overlap if overlap is None else overlap,
         replanner,
         rounds,
     )

@@ -22,7 +22,7 @@ UNITS = {
     "tokens_per_round": "predicted tokens, over all slices, of the first round",
     "rounds": "to the token budget",
     "hours": "modelled, to the token budget",
-    "lag_rounds": "rounds between an exchange's beginning and its result",
+    "lag_rounds": "rounds' steps between an exchange's beginning and its result",
 }
 
 
@@ -47,7 +47,7 @@ class Outcome:
     tokens_per_round: int
     rounds: int
     hours: float
-    lag_rounds: int
+    lag_rounds: float
 
 
 def budget_sequences(setting: Setting) -> int:
@@ -56,7 +56,7 @@ def budget_sequences(setting: Setting) -> int:
     return -(-config.train.total_tokens // config.data.seq_len)
 
 
-def outcome(setting: Setting, rounds: Sequence[Round], overlap: bool) -> Outcome:
+def outcome(setting: Setting, rounds: Sequence[Round], overlap: float) -> Outcome:
     """Of `rounds`; where they end before the tokens do, the rest takes as long as their mean."""
     config, count = setting.config, setting.slices
     whole = rounds[-1].end
@@ -75,7 +75,7 @@ def outcome(setting: Setting, rounds: Sequence[Round], overlap: bool) -> Outcome
         regions=len(set(setting.network.regions)),
         wan=config.clock.wan,
         pattern=setting.pattern,
-        overlap=overlap,
+        overlap=overlap > 0,
         round_seconds=round_seconds,
         exchange_seconds=sum(r.exchange for r in rounds) / len(rounds),
         compute=sum(sums["compute"]) / count,
@@ -87,5 +87,5 @@ def outcome(setting: Setting, rounds: Sequence[Round], overlap: bool) -> Outcome
         tokens_per_round=rounds[0].plan.sequences * config.data.seq_len,
         rounds=len(rounds) + more,
         hours=(whole + more * round_seconds) / 3600,
-        lag_rounds=int(overlap),
+        lag_rounds=overlap,
     )

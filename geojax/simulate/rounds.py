@@ -3,8 +3,8 @@
 
 An exchange begins when the last slice has done its inner steps and the exchange before is over.
 Without overlap, slices wait for its end. With overlap they go on with the next round's inner steps
-at once, and take the result in at that round's end (a lag of one round): then they wait only for
-what is not over yet.
+at once, and take the result in after a share of them (1: a lag of one round): then they wait only
+for what is not over yet.
 
 Invariant: compute + straggler wait + WAN wait of a slice, over all rounds, is the run's time. What
 the slice that waits least waits in a round is WAN wait, for all; what others wait more, they wait
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from geojax.config import BalanceConfig
+from geojax.config import BalanceConfig, steps_ahead
 from geojax.geomesh.balance import Option, Plan, SliceProfile, make_plan
 from geojax.simulate.speeds import Speeds
 
@@ -75,14 +75,14 @@ def run_rounds(
     sequences: int,
     exchange: Callable[[int], float],
     speeds: Speeds,
-    overlap: bool = False,
+    overlap: float = 0.0,
     replanner: Replanner | None = None,
     most: int | None = None,
 ) -> list[Round]:
     """Rounds until all slices together have done `sequences`, or `most` rounds.
 
-    `plan`: at speed 1; `exchange`: seconds of the exchange of a round, from 1 on. `replanner`:
-    where the plan follows the speeds.
+    `plan`: at speed 1; `exchange`: seconds of the exchange of a round, from 1 on. `overlap`: as
+    exchange.overlap. `replanner`: where the plan follows the speeds.
     """
     count = len(plan.work)
     planned = [1.0] * count  # the speeds that the plan counts on
@@ -92,15 +92,21 @@ def run_rounds(
     done = 0
     while done < sequences and len(rounds) != most:
         work = [w.compute_seconds * f for w, f in zip(plan.work, planned, strict=True)]
-        ends = [speeds.end(i, begins[i], work[i]) for i in range(count)]
-        compute = [end - begin for end, begin in zip(ends, begins, strict=True)]
+        ahead = [
+            w.seconds_per_step * f * steps_ahead(overlap, w.inner_steps)
+            for w, f in zip(plan.work, planned, strict=True)
+        ]
+        middles = [speeds.end(i, begins[i], ahead[i]) for i in range(count)]
+        taken_in = [max(middle, over) for middle in middles] if overlap else middles
+        ends = [speeds.end(i, taken_in[i], work[i] - ahead[i]) for i in range(count)]
+        waits = [after - before for after, before in zip(taken_in, middles, strict=True)]
+        compute = [end - begin - wait for end, begin, wait in zip(ends, begins, waits, strict=True)]
         took = exchange(len(rounds) + 1)
-        before, over = over, max(*ends, over) + took
+        over = max(*ends, over) + took
         done += plan.sequences
         last = done >= sequences or len(rounds) + 1 == most
-        until = over if last or not overlap else before
-        begins = [max(end, until) for end in ends]
-        waits = [begin - end for begin, end in zip(begins, ends, strict=True)]
+        begins = [max(end, over) for end in ends] if last or not overlap else ends
+        waits = [wait + b - end for wait, b, end in zip(waits, begins, ends, strict=True)]
         straggler = [wait - min(waits) for wait in waits]
         rounds.append(Round(plan, compute, straggler, [min(waits)] * count, took, over))
         if replanner:

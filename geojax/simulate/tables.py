@@ -105,7 +105,7 @@ def timed(name: str, size: str, wan: str) -> Outcome:
     config = at_size((METHODS | BASELINES)[method](demo()), size, wan)
     setting = make_setting(config)
     if method not in BASELINES:
-        overlap = variant == "overlapped"
+        overlap = float(variant == "overlapped")
         return outcome(setting, simulate(setting, overlap=overlap, rounds=_ROUNDS), overlap)
     whole = config.train.total_tokens
     tokens = min(whole, _ROUNDS * setting.plan.sequences * _SEQ_LEN)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A slice without a model: its shared state counts how often each sample was merged.
 
-Run as a program it is a slice's process, or the coordinator's:
-counting_replica.py INDEX SLICES ROUNDS COORDINATOR LOG, counting_replica.py SLICES PORT FOLDER.
+Run as a program it is a slice's process, counting_replica.py INDEX SLICES ROUNDS AHEAD COORDINATOR
+LOG, or the coordinator's, counting_replica.py SLICES PORT FOLDER.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from geojax.geomesh.wan.history import History
 from geojax.geomesh.wan.journal import Journal
 from geojax.geomesh.wan.member import Member, Stopped
 from geojax.geomesh.wan.rounds import run_rounds
-from geojax.geomesh.wan.samples import Samples
+from geojax.geomesh.wan.samples import Border, Opened
 
 WANTED = 3  # samples of slice i a round: this plus i
 PARTS = 16
@@ -43,14 +43,18 @@ def wanted(members) -> dict[int, int]:
     return {i: WANTED + i for i in members}
 
 
-def samples_at(history: History, border: int) -> Samples:
+def open_round(data: Border, number: int, members, rounds: int, overlap: bool) -> Opened:
+    """The next round, `number`, of a run of so many."""
+    return data.open(wanted(members), overlap, lambda merged: number >= rounds)
+
+
+def data_at(history: History, border: int, rounds: int, overlap: bool) -> Border:
     """Of a border, from the journal alone."""
-    samples = Samples()
+    data = Border()
     for number in range(1, border + 1):
-        shares, samples = samples.allot(wanted(history.members_of(number)))
-        merged = history.rounds[number - 1]["merged"]
-        samples = samples.put_back(s for i, s in shares.items() if i not in merged)
-    return samples
+        opened = open_round(data, number, history.members_of(number), rounds, overlap)
+        data = Border.after(opened, history.rounds[number - 1]["merged"])
+    return data
 
 
 def check_frame(names):
@@ -61,19 +65,25 @@ def check_frame(names):
 
 
 class CountingReplica:
-    """Merges messages that list samples; the inner steps are sleep."""
+    """Merges messages that list samples; the inner steps are sleep. `ahead`: the share of a round's
+    that it does while its last message is under way."""
 
-    def __init__(self, index: int, rounds: int, seconds: float, stop: threading.Event):
+    def __init__(
+        self, index: int, rounds: int, seconds: float, stop: threading.Event, ahead: float = 0.0
+    ):
         self.index, self.rounds, self.seconds, self.stop = index, rounds, seconds, stop
+        self.ahead = ahead
         self.epoch = self.border = 0
         self.counts = np.zeros(MOST, np.uint8)
         self.state_bytes = self.counts.nbytes
-        self.samples = Samples()
+        self.data = Border()
         self.feedback = 0
         """Rounds whose message changed what is fed back."""
         self.feedback_round = 0
         self.adopted = 0
-        self.share = ()
+        self.share, self.next, self.done = (), (), 0.0
+        """Of the open round, and of the one after it; how much of that one's sleep is done."""
+        self.gone_on = 0
         self.before_message = lambda number: None
 
     def digest(self) -> str:
@@ -86,17 +96,29 @@ class CountingReplica:
         return {"speed": 1 + self.index}
 
     def follow(self, history):
-        self.samples = samples_at(history, self.border)
+        self.data = data_at(history, self.border, self.rounds, self.ahead > 0)
 
     @property
     def finished(self):
-        return self.border >= self.rounds and not self.samples.returned
+        waiting = self.data.samples.returned or self.data.ahead
+        return self.border >= self.rounds and not waiting
 
     def work(self, members):
-        shares, _ = self.samples.allot(wanted(members))
-        self.share = shares[self.index]
-        if self.stop.wait(self.seconds):
+        opened = open_round(self.data, self.border + 1, members, self.rounds, self.ahead > 0)
+        begun = opened.shares[self.index] == self.next
+        self.share = opened.shares[self.index]
+        self.next = opened.ahead.get(self.index, ())
+        if self.stop.wait(self.seconds * (1 - begun * self.done)):
             raise Stopped
+        self.done = 0.0
+
+    def go_on(self):
+        if not self.next:
+            return False
+        if self.stop.wait(self.seconds * self.ahead):
+            raise Stopped
+        self.done, self.gone_on = self.ahead, self.gone_on + 1
+        return True
 
     def message(self):
         body = np.zeros((PARTS, 2), np.int64)
@@ -147,9 +169,9 @@ def join(index, slices, coordinator, stop, say=lambda text: None) -> Member:
     )
 
 
-def main(index: int, slices: int, rounds: int, coordinator: str, log: Path) -> None:
+def main(index: int, slices: int, rounds: int, ahead: float, coordinator: str, log: Path) -> None:
     stop = threading.Event()
-    replica = CountingReplica(index, rounds, 0.1, stop)
+    replica = CountingReplica(index, rounds, 0.1, stop, ahead)
     with log.open("a") as file:
 
         def say(text):
@@ -163,6 +185,7 @@ def main(index: int, slices: int, rounds: int, coordinator: str, log: Path) -> N
         "rounds": replica.border,
         "adopted": replica.adopted,
         "feedback": replica.feedback,
+        "gone_on": replica.gone_on,
     }
     log.with_suffix(".json").write_text(json.dumps(result))
 
@@ -188,4 +211,4 @@ if __name__ == "__main__":
     if len(sys.argv) == 4:
         coordinate(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
     else:
-        main(*map(int, sys.argv[1:4]), sys.argv[4], Path(sys.argv[5]))
+        main(*map(int, sys.argv[1:4]), float(sys.argv[4]), sys.argv[5], Path(sys.argv[6]))

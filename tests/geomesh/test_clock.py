@@ -9,14 +9,21 @@ from geojax.config import BalanceConfig, SliceConfig
 from geojax.configs import METHODS, demo
 from geojax.geomesh.balance import Plan, SliceWork, make_plan
 from geojax.geomesh.clock import (
+    Happened,
     MeasuredClock,
     ModelledClock,
-    RoundTimes,
     modelled_exchange_seconds,
     modelled_profiles,
     traffic,
 )
+from geojax.geomesh.timeline import RoundTimes
 from geojax.meshes.hardware import get_gpu
+
+
+def happened(seconds: float, slices: int) -> Happened:
+    """A round here, of so many seconds in each of its parts."""
+    zeros = [0] * slices
+    return Happened([seconds] * slices, seconds, seconds, seconds, zeros, zeros, zeros)
 
 
 def modelled(method: str) -> tuple[Plan, RoundTimes]:
@@ -24,42 +31,40 @@ def modelled(method: str) -> tuple[Plan, RoundTimes]:
     config = METHODS[method](demo())
     seconds = modelled_exchange_seconds(config, traffic(config).payload_bytes)
     plan = make_plan(modelled_profiles(config), config.balance, seconds)
-    return plan, ModelledClock(seconds).round(plan, RoundTimes([0.0] * 4, 0.0, 0.0, 0.0))
+    return plan, ModelledClock(seconds).round(plan, happened(0.0, 4))
 
 
 def straggler_idle(times: RoundTimes) -> float:
     """Largest share over slices."""
-    return max(times.straggler(i) for i in range(len(times.compute))) / times.total
+    return max(times.straggler) / times.total
 
 
 def wan_idle(times: RoundTimes) -> float:
-    return times.exchange / times.total
+    return times.wan / times.total
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_parts_of_a_modelled_round_sum_to_it(method):
     _, times = modelled(method)
-    for i, compute in enumerate(times.compute):
-        parts = (compute, times.straggler(i), times.exchange, times.outer)
+    for compute, straggler, outer in zip(times.compute, times.straggler, times.outer, strict=True):
+        parts = (compute, straggler, times.wan, outer)
         assert min(parts) >= 0
         assert sum(parts) == pytest.approx(times.total)
 
 
 def test_the_measured_clock_says_what_was_measured():
     plan = Plan((SliceWork("a", 4, 10, 100.0), SliceWork("b", 4, 10, 100.0)))
-    measured = RoundTimes([3.0, 5.0], 6.0, 2.0, 1.0)
-    times = MeasuredClock().round(plan, measured)
-    assert times == measured
-    assert times.total == 9
+    times = MeasuredClock().round(plan, Happened([3.0, 5.0], 6.0, 2.0, 1.0, [0, 0], [0, 0], [0, 0]))
     # Slices that share a device wait for each other: 6 seconds pass until both are done.
-    assert [times.straggler(i) for i in range(2)] == [3, 1]
+    assert times == RoundTimes(9.0, [3.0, 5.0], [3.0, 1.0], 2.0, [1.0, 1.0], [0.0, 0.0])
 
 
 def test_the_modelled_clock_does_not_look_at_the_machine():
     plan = Plan((SliceWork("a", 4, 10, 0.5), SliceWork("b", 8, 3, 1.0)))
     clock = ModelledClock(7.0)
-    times = [clock.round(plan, RoundTimes([x, x], x, x, x)) for x in (0.0, 99.0)]
-    assert times[0] == times[1] == RoundTimes([5.0, 3.0], 5.0, 7.0, 0.0)
+    times = [clock.round(plan, happened(x, 2)) for x in (0.0, 99.0)]
+    wanted = RoundTimes(12.0, [5.0, 3.0], [0.0, 2.0], 7.0, [0.0, 0.0], [0.0, 0.0])
+    assert times[0] == times[1] == wanted
 
 
 def test_diloco_in_the_demo_idles_as_published():

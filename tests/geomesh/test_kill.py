@@ -59,7 +59,7 @@ def text(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(text) -> RunConfig:
-    """GeoMesh with both error feedbacks and outer momentum, saved every round."""
+    """GeoMesh with both error feedbacks, outer momentum and steps ahead, saved every round."""
     slices = zip(("eastus", "westus2", "koreacentral"), (2.5, 1.5, 1.0), strict=True)
     outer = OptimizerConfig(name="sgd", learning_rate=0.7, momentum=0.6, nesterov=True)
     return RunConfig(
@@ -78,7 +78,7 @@ def config(text) -> RunConfig:
         ),
         slices=tuple(SliceConfig(name, region=name, speed=speed) for name, speed in slices),
         balance=BalanceConfig(inner_steps=4, batch_sizes=(BATCH,)),
-        exchange=ExchangeConfig(schedule="two_phase"),
+        exchange=ExchangeConfig(schedule="two_phase", overlap=0.5),
         outer=OuterConfig(outer),
         clock=ClockConfig(
             kind="modelled", wan="geomesh-azure", base_step_seconds=1.0, base_batch=BATCH

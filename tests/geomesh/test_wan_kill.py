@@ -38,7 +38,7 @@ class Fleet:
         if name == "coordinator":
             args = [SLICES, self.port, self.folder]
         else:
-            args = [name, SLICES, self.rounds, self.address(), self.folder / f"{name}.log"]
+            args = [name, SLICES, self.rounds, 0.5, self.address(), self.folder / f"{name}.log"]
         with (self.folder / f"{name}.err").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, str(PROGRAM), *map(str, args)], stdout=log, stderr=log

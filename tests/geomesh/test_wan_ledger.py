@@ -20,14 +20,15 @@ def history_of(rounds: int, merged=(0, 1, 2)) -> History:
     return history
 
 
-def part(number: int, compute: float, outer: float = 0.5, whole: float = 9.0) -> dict:
+def part(number: int, compute: float, outer: float = 0.5, whole: float = 9.0, ahead=0.0) -> dict:
     return {
         "kind": "slice",
         "epoch": 0,
         "round": number,
         "slice": {"slice": "x", "merged": True, "tokens": 10, "loss": 1.0, "steps": 2},
         "line": {"tokens": 30 * number, "hash": f"h{number}"},
-        "seconds": {"compute": compute, "outer": outer, "whole": whole},
+        "seconds": {"rest": compute, "ahead": ahead, "outer": outer, "sending": 1.0},
+        "waited_seconds": whole - compute - outer,
     }
 
 
@@ -81,9 +82,11 @@ def test_a_coordinator_that_dies_while_it_writes_loses_and_repeats_nothing(place
         ledger.take(0, {"kind": "start", "epoch": 0, "round": 0, "seed": 1}, history)
         for number in (1, 2):
             for index in range(3):
-                ledger.take(index, part(number, 1.0), history)
+                ledger.take(index, part(number, 1.0, ahead=10.0), history)
         ledger.write(history)
     whole = place.read_bytes()
+    # What the first round left of its steps ahead is in the second, whoever goes on with it.
+    assert [r["round_seconds"] for r in read_records(place) if r["kind"] == "round"] == [9.0, 11.5]
     lines = whole.splitlines(keepends=True)
     for cut in range(len(lines) + 1):
         place.write_bytes(b"".join(lines[:cut]))
@@ -92,9 +95,23 @@ def test_a_coordinator_that_dies_while_it_writes_loses_and_repeats_nothing(place
             ledger.take(0, {"kind": "start", "epoch": 0, "round": 0, "seed": 1}, history)
             for number in (1, 2):
                 for index in range(3):
-                    ledger.take(index, part(number, 1.0), history)
+                    ledger.take(index, part(number, 1.0, ahead=10.0), history)
             ledger.write(history)
         assert place.read_bytes() == whole, cut
+
+
+def test_a_slice_that_begins_later_than_others_makes_nobody_wait_for_the_wan(place):
+    """Slices 0 and 1 evaluate for less long than slice 2 does, and wait for it."""
+    with MetricsWriter(place) as writer:
+        ledger, history = Ledger(writer, place, NAMES), history_of(1)
+        for index, (compute, waited) in enumerate(((2.0, 30.2), (1.0, 31.2), (2.0, 1.2))):
+            mine = part(1, compute) | {"waited_seconds": waited}
+            ledger.take(index, mine, history)
+        ledger.write(history)
+    *slices, line = read_records(place)
+    assert [r["wan_seconds"] for r in slices] == pytest.approx([1.2] * 3)
+    assert [r["straggler_seconds"] for r in slices] == pytest.approx([0, 1, 0])
+    assert line["round_seconds"] == pytest.approx(2.0 + 0.5 + 1.2)
 
 
 def test_what_a_rollback_undid_is_forgotten_and_counted_anew(place):

@@ -18,14 +18,14 @@ from geojax.geomesh.wan.rounds import run_rounds
 class World:
     """A coordinator and slices, as threads."""
 
-    def __init__(self, folder, slices: int, rounds: int, seconds: float = 0.02):
-        self.slices, self.rounds, self.seconds = slices, rounds, seconds
+    def __init__(self, folder, slices: int, rounds: int, seconds: float = 0.02, ahead: float = 0.0):
+        self.slices, self.rounds, self.seconds, self.ahead = slices, rounds, seconds, ahead
         self.folder, self.said = folder, []
         self.port = 0
         self.begin()
         self.stops = [threading.Event() for _ in range(slices)]
         self.replicas = [
-            CountingReplica(i, rounds, seconds, stop) for i, stop in enumerate(self.stops)
+            CountingReplica(i, rounds, seconds, stop, ahead) for i, stop in enumerate(self.stops)
         ]
         self.errors: dict[int, BaseException] = {}
         self.threads: dict[int, threading.Thread] = {}
@@ -70,7 +70,9 @@ class World:
     def replace(self, index: int) -> None:
         """A new process in the place of one that ended."""
         self.stops[index] = threading.Event()
-        self.replicas[index] = CountingReplica(index, self.rounds, self.seconds, self.stops[index])
+        self.replicas[index] = CountingReplica(
+            index, self.rounds, self.seconds, self.stops[index], self.ahead
+        )
         self.start(index)
 
     def finish(self) -> None:
@@ -94,7 +96,7 @@ def world(tmp_path):
 
 def assert_each_sample_once(replicas):
     for replica in replicas:
-        cursor = replica.samples.cursor
+        cursor = replica.data.samples.cursor
         assert replica.counts[:cursor].tolist() == [1] * cursor
         assert not replica.counts[cursor:].any()
     assert len({r.digest() for r in replicas}) == 1
@@ -107,19 +109,23 @@ def wait_for_round(world, number):
             threading.Event().wait(0.005)
 
 
-def test_an_undisturbed_run_merges_all_slices_in_every_round(world):
-    run = world(3, 10)
+@pytest.mark.parametrize("ahead", [0.0, 0.5, 1.0])
+def test_an_undisturbed_run_merges_all_slices_in_every_round(world, ahead):
+    run = world(3, 10, ahead=ahead)
     for i in range(3):
         run.start(i)
     run.finish()
     assert [e["merged"] for e in run.coordinator.history.rounds] == [[0, 1, 2]] * 10
     assert_each_sample_once(run.replicas)
     assert [r.feedback for r in run.replicas] == [10] * 3
+    assert [r.gone_on for r in run.replicas] == [9 * (ahead > 0)] * 3  # but after the last round
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_slice_that_dies_is_left_out_and_comes_back_with_the_state_of_a_peer(world, victim):
-    run = world(3, 40, seconds=0.05)
+@pytest.mark.parametrize(("victim", "ahead"), [(0, 0.0), (2, 0.0), (1, 0.5)])
+def test_a_slice_that_dies_is_left_out_and_comes_back_with_the_state_of_a_peer(
+    world, victim, ahead
+):
+    run = world(3, 40, seconds=0.05, ahead=ahead)
     for i in range(3):
         run.start(i)
     wait_for_round(run, 3)
@@ -134,8 +140,9 @@ def test_a_slice_that_dies_is_left_out_and_comes_back_with_the_state_of_a_peer(w
     assert_each_sample_once(run.replicas)
 
 
-def test_the_coordinator_may_die_and_come_back(world):
-    run = world(3, 20, seconds=0.05)
+@pytest.mark.parametrize("ahead", [0.0, 1.0])
+def test_the_coordinator_may_die_and_come_back(world, ahead):
+    run = world(3, 20, seconds=0.05, ahead=ahead)
     for i in range(3):
         run.start(i)
     wait_for_round(run, 3)
@@ -150,8 +157,9 @@ def test_the_coordinator_may_die_and_come_back(world):
     assert_each_sample_once(run.replicas)
 
 
-def test_a_stuck_slice_is_left_out_by_a_deadline_and_comes_back(world):
-    run = world(3, 30, seconds=0.05)
+@pytest.mark.parametrize("ahead", [0.0, 1.0])
+def test_a_stuck_slice_is_left_out_by_a_deadline_and_comes_back(world, ahead):
+    run = world(3, 30, seconds=0.05, ahead=ahead)
     release = threading.Event()
     run.replicas[1].before_message = lambda number: number == 4 and release.wait(30)
     for i in range(3):

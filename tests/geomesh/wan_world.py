@@ -2,20 +2,22 @@
 """Slices, coordinators and a network in one thread and virtual time, for what takes days to happen.
 
 The coordinator's code is the real one; slices do in steps what geojax.geomesh.wan.rounds does in
-threads. Time passes a second a step; a round's work takes two.
+threads. Time passes a second a step; a round's work takes two, of which some may be done while the
+message before is under way; a slice then says that it waits for the round before until it has sent
+its message.
 """
 
 import hashlib
 from itertools import count
 
 import numpy as np
-from counting_replica import FINGERPRINT, names, samples_at, wanted
+from counting_replica import FINGERPRINT, data_at, names, open_round
 
 from geojax.config import GrpcConfig
 from geojax.geomesh.wan.coordinator import Coordinator, Run
 from geojax.geomesh.wan.history import History
 from geojax.geomesh.wan.journal import _chain
-from geojax.geomesh.wan.samples import Samples
+from geojax.geomesh.wan.samples import Border
 
 RULES = GrpcConfig(lease_seconds=3, deadline_floor_seconds=4, join_seconds=20)
 WORK_SECONDS = 2
@@ -54,12 +56,15 @@ class Slice:
         self.counts = counts.copy()
         self.history, self.read, self.chain = History(), 0, ""
         self.phase, self.mail, self.began = "starting", {}, None
-        self.samples = Samples()
+        self.data = Border()
+        self.next, self.done = (), 0.0
+        """Samples of the round after the open one, and seconds of its work that are done."""
+        self.told = None
         self.refused = False
 
     @property
     def digest(self):
-        return hashlib.sha256(self.counts[: self.counts.nonzero()[0].size + 64].data).hexdigest()
+        return hashlib.sha256(self.counts[: self.counts.nonzero()[0].size + 200].data).hexdigest()
 
     def step(self):
         if not self.alive:
@@ -82,10 +87,7 @@ class Slice:
                 identity
                 | {
                     "incarnation": self.incarnation,
-                    "phase": self.phase,
-                    "epoch": self.epoch,
-                    "border": self.border,
-                    "digest": self.digest,
+                    **(self.told or self.status()),
                     "received": sorted(self.box()),
                     "facts": {},
                     "address": "",
@@ -98,6 +100,10 @@ class Slice:
             self.history.add(entry)
         self.read += len(reply["entries"])
         self.chain = reply["chain"]
+
+    def status(self):
+        place = {"epoch": self.epoch, "border": self.border, "digest": self.digest}
+        return {"phase": self.phase} | place
 
     def box(self):
         return self.mail.get((self.history.epoch, self.history.round + 1), {})
@@ -122,7 +128,7 @@ class Slice:
             self.work()
 
     def take_state(self):
-        self.phase, self.began = "syncing", None
+        self.phase, self.began, self.told = "syncing", None, None
         before = self.border if self.history.holds(self.epoch, self.border) else -1
         for peer in self.world.reached_by(self.index):
             if peer.border > before and self.history.holds(peer.epoch, peer.border):
@@ -149,30 +155,36 @@ class Slice:
         return True
 
     def work(self):
-        history = self.history
-        self.samples = samples_at(history, self.border)
-        if self.border >= self.world.rounds and not self.samples.returned:
-            self.phase = "done"
+        history, rounds, ahead = self.history, self.world.rounds, self.world.ahead_seconds
+        self.data = data_at(history, self.border, rounds, ahead > 0)
+        if self.border >= rounds and not (self.data.samples.returned or self.data.ahead):
+            self.phase, self.told = "done", None
             return
         place = (history.epoch, history.round)
         if self.index not in history.members:
-            self.phase = "standby"
+            self.phase, self.began, self.told = "standby", None, None
             return
         if self.began is None or self.began[0] != place:
-            self.began, self.phase = (place, self.world.now), "working"
+            opened = open_round(self.data, self.border + 1, history.members, rounds, ahead > 0)
+            share = opened.shares[self.index]
+            done = min(self.done, ahead) if share == self.next else 0.0
+            self.phase, self.told = "working", self.told if done else None
+            self.began = place, self.world.now - done, share
+            self.next, self.done = opened.ahead.get(self.index, ()), 0.0
         if self.world.now - self.began[1] >= WORK_SECONDS:
             self.phase = "waiting"
-            share = self.samples.allot(wanted(history.members))[0][self.index]
+            self.told = self.status() if self.next else None
+            self.done += 1.0 if self.next else 0.0
             key = (history.epoch, history.round + 1)
             for receiver in [self, *self.world.reached_by(self.index)]:
-                receiver.mail.setdefault(key, {})[self.index] = share
+                receiver.mail.setdefault(key, {})[self.index] = self.began[2]
 
 
 class World:
     """Who is there, and who reaches whom."""
 
-    def __init__(self, slices, rounds):
-        self.now, self.rounds = 0.0, rounds
+    def __init__(self, slices, rounds, ahead_seconds=0.0):
+        self.now, self.rounds, self.ahead_seconds = 0.0, rounds, ahead_seconds
         self.run = Run(names(slices), FINGERPRINT)
         self.side_of_slice = [0] * slices
         self.coordinators = {0: self.make_coordinator(MemoryJournal())}

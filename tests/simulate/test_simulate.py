@@ -8,12 +8,12 @@ import pytest
 from rich.console import Console
 
 from geojax.cli import main
-from geojax.config import ConfigError
+from geojax.config import ConfigError, steps_ahead
 from geojax.configs import METHODS, demo, load_config
 from geojax.geomesh.balance import Plan, SliceWork, make_plan
 from geojax.geomesh.clock import (
+    Happened,
     ModelledClock,
-    RoundTimes,
     modelled_exchange_seconds,
     modelled_profiles,
     traffic,
@@ -35,16 +35,18 @@ def test_without_jitter_and_changes_a_round_takes_what_the_modelled_clock_says(m
     rounds = simulate(make_setting(config), rounds=5)
     seconds = modelled_exchange_seconds(config, traffic(config).payload_bytes)
     plan = make_plan(modelled_profiles(config), config.balance, seconds)
-    expected = ModelledClock(seconds).round(plan, RoundTimes([0.0] * 4, 0.0, 0.0, 0.0))
+    zeros = [0] * 4
+    nothing = Happened([0.0] * 4, 0.0, 0.0, 0.0, zeros, zeros, zeros)
+    expected = ModelledClock(seconds).round(plan, nothing)
     assert rounds[-1].end == pytest.approx(5 * expected.total, rel=1e-9)
     for found in rounds:
         assert found.plan == plan
         assert found.compute == pytest.approx(expected.compute, rel=1e-9)
-        assert found.straggler == pytest.approx([expected.straggler(i) for i in range(4)], abs=1e-9)
-        assert found.wan == pytest.approx([expected.exchange] * 4, rel=1e-9)
+        assert found.straggler == pytest.approx(expected.straggler, abs=1e-9)
+        assert found.wan == pytest.approx([expected.wan] * 4, rel=1e-9)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("replan", [False, True])
 def test_every_second_of_every_slice_is_accounted_for(overlap, replan):
     setting = make_setting(METHODS["geomesh"](demo()), "auto", 6, jitter_seconds=0.05)
@@ -61,9 +63,30 @@ def test_every_second_of_every_slice_is_accounted_for(overlap, replan):
         assert sum(spent) == pytest.approx(rounds[-1].end, rel=1e-9)
 
 
+@pytest.mark.parametrize("overlap", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("method", ["geomesh", "diloco"])
+def test_an_overlapped_run_takes_what_the_modelled_clock_says(method, overlap):
+    """That of a run that is trained, whose rounds begin and end for all slices at once."""
+    config = METHODS[method](demo())
+    found = simulate(make_setting(config), overlap=overlap, rounds=6)
+    seconds = modelled_exchange_seconds(config, traffic(config).payload_bytes)
+    plan = make_plan(modelled_profiles(config), config.balance, seconds)
+    steps = [steps_ahead(overlap, w.inner_steps) for w in plan.work]
+    times, late, behind = [], [0.0] * 4, [0] * 4
+    for number in range(6):
+        ahead = steps if number < 5 else [0] * 4
+        happened = Happened([0.0] * 4, 0.0, 0.0, 0.0, behind, ahead, late)
+        times.append(ModelledClock(seconds).round(plan, happened))
+        late, behind = times[-1].late, ahead
+    assert found[-1].end == pytest.approx(sum(t.total for t in times), rel=1e-9)
+    for i in range(4):
+        waits = sum(t.straggler[i] + t.wan for t in times)
+        assert sum(r.straggler[i] + r.wan[i] for r in found) == pytest.approx(waits, abs=1e-6)
+
+
 def test_an_overlapped_exchange_costs_what_the_next_rounds_steps_do_not_cover():
     for took, period in ((2.0, 6.0), (6.0, 6.0), (9.0, 9.0)):
-        rounds = run_rounds(PLAN, 3 * PLAN.sequences, lambda _, s=took: s, STEADY, overlap=True)
+        rounds = run_rounds(PLAN, 3 * PLAN.sequences, lambda _, s=took: s, STEADY, overlap=1.0)
         # The first round's steps, a period for each exchange but the last, and that one's end.
         assert rounds[-1].end == pytest.approx(6 + 2 * period + took)
         assert rounds[-1].wan == pytest.approx([took + max(0, took - 6)] * 2)
@@ -87,7 +110,7 @@ def test_a_throttled_slice_idles_the_others_for_good_unless_the_plan_follows():
     slowest = setting.plan.work[0].name
     for at in (31.0, 34.0, 37.0):  # at any place of a round
         kept, followed = (
-            simulate(setting, [Change(slowest, at, 0.5)], False, replan, 12)
+            simulate(setting, [Change(slowest, at, 0.5)], 0.0, replan, 12)
             for replan in (False, True)
         )
         hit = next(i for i, r in enumerate(kept) if r.straggler_idle > 0.05)
@@ -104,7 +127,7 @@ def test_slices_are_multiplied_by_the_rule():
     ]
     assert len({w.name for w in setting.plan.work}) == 10
     # As many tokens take fewer rounds.
-    assert outcome(setting, simulate(setting), False).rounds < 57 / 2
+    assert outcome(setting, simulate(setting), 0.0).rounds < 57 / 2
 
 
 def test_auto_takes_the_fastest_and_scaling_shows_where_it_changes():
@@ -116,7 +139,7 @@ def test_auto_takes_the_fastest_and_scaling_shows_where_it_changes():
         chosen = make_setting(config, "auto", count)
         best = min(of, key=lambda r: r.exchange_seconds)
         assert chosen.pattern == best.pattern == next(r.pattern for r in of if r.fastest)
-        assert outcome(chosen, simulate(chosen, rounds=2), False).round_seconds == pytest.approx(
+        assert outcome(chosen, simulate(chosen, rounds=2), 0.0).round_seconds == pytest.approx(
             best.round_seconds
         )
     text = io.StringIO()
@@ -127,7 +150,7 @@ def test_auto_takes_the_fastest_and_scaling_shows_where_it_changes():
 
 def test_fewer_rounds_stand_for_the_whole_budget():
     setting = make_setting(METHODS["diloco"](demo()))
-    some, whole = (outcome(setting, simulate(setting, rounds=n), False) for n in (3, None))
+    some, whole = (outcome(setting, simulate(setting, rounds=n), 0.0) for n in (3, None))
     assert some.rounds == whole.rounds
     assert some.hours == pytest.approx(whole.hours, rel=1e-9)
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slices' records put together into the run's `metrics.jsonl`, by the coordinator.
 
-Every slice sends, for each round, its own record with the seconds that it computed, that its outer
-step took and that the round took it, and the round's line as it saw it. Invariant: rounds are
-written in order, once; the round's seconds are the longest of any slice, and a slice's compute,
-straggler wait, WAN wait and outer step sum to them. A round of which no slice can tell any more,
-for all were killed, is written as one of no time and no tokens, and as `lost`.
+Every slice sends, for each round, its own record with the seconds of what it did (`Part` of
+geojax.geomesh.timeline), how long it waited then, and the round's line as it saw it. Invariant:
+rounds are written in order, once; a slice's compute, straggler wait, WAN wait and outer step sum to
+the round's seconds. A round of which no slice can tell any more, for all were killed, is written as
+one of no time and no tokens, and as `lost`.
 """
 
 from collections import defaultdict
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from geojax.geomesh.timeline import Part, closing_seconds, round_times
 from geojax.geomesh.wan.history import History
 from geojax.track.console import RunConsole
 from geojax.track.metrics import MetricsWriter, Record, read_records
@@ -104,34 +105,29 @@ class Ledger:
             self._put("end", **fields, reason=reason)
 
     def _write_round(self, number: int, merged: Sequence[int], parts: dict[int, Record]) -> None:
-        inner = max(p["seconds"]["compute"] for p in parts.values())
-        whole = max(
-            *(p["seconds"]["whole"] for p in parts.values()),
-            *(inner + p["seconds"]["outer"] for p in parts.values()),
-        )
+        present = sorted(parts)
+        done = [Part(**parts[i]["seconds"]) for i in present]
+        closing = closing_seconds(done, [parts[i]["waited_seconds"] for i in present])
+        names = [parts[i]["slice"]["slice"] for i in present]
+        late = {r["slice"]: r["late_seconds"] for r in (self._last[1] if self._last else [])}
+        times = round_times(done, [late.get(name, 0.0) for name in names], closing)
         slices = []
-        for index in sorted(parts):
-            took = parts[index]["seconds"]
-            record = parts[index]["slice"] | {
-                "merged": parts[index]["slice"]["merged"] and index in merged,
-                "compute_seconds": took["compute"],
-                "straggler_seconds": inner - took["compute"],
-                "wan_seconds": whole - inner - took["outer"],
-                "outer_seconds": took["outer"],
-            }
+        for place, index in enumerate(present):
+            record = parts[index]["slice"] | times.fields(place)
+            record["merged"] = record["merged"] and index in merged
             self._put("slice", round=number, **record)
             slices.append(record)
         line = parts[min(parts)]["line"] | {
             "round": number,
-            "round_seconds": whole,
-            "seconds": self._seconds + whole,
+            "round_seconds": times.total,
+            "seconds": self._seconds + times.total,
         }
         self._put("round", **line)
         if self._console:
             self._console.round_line(line, slices)
 
     def _write_lost(self, number: int, line: Record, slices: list[Record]) -> None:
-        nothing = {f"{part}_seconds": 0.0 for part in ("compute", "straggler", "wan", "outer")}
+        nothing = round_times([Part(0.0, 0.0, 0.0, 0.0)], [0.0], 0.0).fields(0)
         empty = {"steps": 0, "tokens": 0, "loss": None, "merged": False}
         for record in (*slices, line):
             mine = {"round_seconds": 0.0, "lost": True} if record is line else nothing | empty

@@ -8,8 +8,9 @@ of the coordinator waits; it never goes on alone.
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -42,6 +43,20 @@ class Offer(NamedTuple):
     digest: str
     arrays: Sequence[np.ndarray]
     """In an order that all slices share; never changed in place."""
+
+
+@dataclass
+class UnderWay:
+    """A message of this slice's; all times on this machine's clock."""
+
+    epoch: int
+    number: int
+    """Of its round."""
+    began: float
+    over: float | None = None
+    """When the round's end was known."""
+    taken: dict[int, float] = field(default_factory=dict)
+    """When it was with which slice."""
 
 
 class Member:
@@ -85,6 +100,8 @@ class Member:
         self._addresses: dict[int, str] = {}
         self._mail: dict[tuple[int, int], dict[int, Message]] = {}
         self._offer: Offer | None = None
+        self._underway: UnderWay | None = None
+        """Or the last one."""
         self.finished = False
         self.beat: Callable[[], None] = lambda: None
         """Called while this slice waits."""
@@ -177,21 +194,37 @@ class Member:
         with self._changed:
             return self.history.epoch != epoch or self.history.round >= number
 
-    def exchange(self, epoch: int, number: int, message: Message, facts: Mapping[str, Any]) -> None:
-        """Send this slice's message of the round to the others in it, and wait for its end."""
+    def send(self, epoch: int, number: int, message: Message) -> list[int]:
+        """Begin to send this slice's message of the round to the others in it; whose messages are
+        here."""
         with self._changed:
-            if self.is_past(epoch, number):
-                return
             members = self.history.members
             self._box(epoch, number)[self.index] = message
-        others = [i for i in members if i != self.index]
-        self.tell(phase="waiting", facts=dict(facts), received=self._received(epoch, number))
+            self._underway = UnderWay(epoch, number, time.perf_counter())
         header = {"epoch": epoch, "round": number, "slice": self.index}
-        for other in others:  # nobody waits for a peer that does not answer
-            threading.Thread(
-                target=self._send, args=(other, header, message), name="send", daemon=True
-            ).start()
-        self.wait_past(epoch, number)
+        for other in members:  # nobody waits for a peer that does not answer
+            if other != self.index:
+                threading.Thread(
+                    target=self._send, args=(other, header, message), name="send", daemon=True
+                ).start()
+        return self._received(epoch, number)
+
+    def times(self, number: int, merged: Iterable[int]) -> tuple[float, float | None]:
+        """Seconds until this slice's message of a round was with the others that it merged, and
+        until the round's end was known here; 0 and None where this process did not send it."""
+        with self._changed:
+            way = self._underway
+            if way is None or way.number != number or way.over is None:
+                return 0.0, None
+            waited = way.over - way.began
+            taken = [way.taken.get(i, way.over) for i in merged if i != self.index]
+            return min(waited, max(taken, default=way.began) - way.began), waited
+
+    @property
+    def phase(self) -> str:
+        """What this slice last said that it does."""
+        with self._changed:
+            return self._status["phase"]
 
     def collect(self, number: int) -> list[Message | None]:
         """Messages of the slices that a round merged, by index, None for the others; those that are
@@ -271,6 +304,7 @@ class Member:
             try:
                 if address:
                     self._client.push(address, "message", header, message)
+                    self._arrived(other, header)
                     return
             except CallError as error:
                 if not said:
@@ -279,6 +313,12 @@ class Member:
             with self._changed:
                 self._changed.wait_for(over, timeout=pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _arrived(self, other: int, header: Header) -> None:
+        with self._changed:
+            way = self._underway
+            if way and (way.epoch, way.number) == (header["epoch"], header["round"]):
+                way.taken[other] = time.perf_counter()
 
     def _fetch(self, epoch: int, number: int, index: int, merged: Iterable[int]) -> Message | None:
         """From its sender, or from any other slice that was merged with it."""
@@ -369,6 +409,9 @@ class Member:
             self._heard = time.monotonic()
             for entry in reply["entries"]:
                 self.history.add(entry)
+            way = self._underway
+            if way and way.over is None and self.is_past(way.epoch, way.number):
+                way.over = time.perf_counter()
             self._read += len(reply["entries"])
             self._chain = reply["chain"]
             self._addresses = {int(i): a for i, a in reply["addresses"].items()}

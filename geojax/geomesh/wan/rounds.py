@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a slice: catch up with the journal, work, exchange, apply, again.
+"""The life of a slice: catch up with the journal, work, send, go on or wait, apply, again.
 
 Invariant: the shared state of a slice changes by the messages of rounds that are over, in order, or
 by taking a peer's whole state, and by nothing else; work of a round that did not merge it is thrown
@@ -48,11 +48,16 @@ class Replica(Protocol):
         ...
 
     def work(self, members: Sequence[int]) -> None:
-        """The next round's inner steps, with these slices in it. Stopped."""
+        """What is left of the next round's inner steps, with these slices in it. Stopped."""
         ...
 
     def message(self) -> tuple[Message, Mapping[str, Any]]:
         """Of the work that is done, with facts for everybody."""
+        ...
+
+    def go_on(self) -> bool:
+        """The first inner steps of the round after it, whose slices are not known yet, while the
+        message is under way; whether there are any. Stopped."""
         ...
 
     def settle(self, number: int, merged: bool, history: History) -> None:
@@ -81,6 +86,7 @@ def run_rounds(member: Member, replica: Replica) -> None:
         _say_where(member, replica, "standby", facts=facts)
         member.wait(lambda h: h.start is not None)
         _say_where(member, replica, "starting")
+    ahead = False
     while True:
         members = _catch_up(member, replica)
         if replica.finished:
@@ -92,9 +98,16 @@ def run_rounds(member: Member, replica: Replica) -> None:
             _say_where(member, replica, "standby")
             member.wait_past(epoch, number)
             continue
-        _say_where(member, replica, "working")
+        # A slice that has gone on did not begin when the round was opened, but before.
+        if not (ahead and member.phase == "waiting"):
+            _say_where(member, replica, "working")
         replica.work(members)
-        member.exchange(epoch, number, *replica.message())
+        message, facts = replica.message()
+        if ahead := not member.is_past(epoch, number):
+            received = member.send(epoch, number, message)
+            _say_where(member, replica, "waiting", facts=dict(facts), received=received)
+            ahead = replica.go_on()
+        member.wait_past(epoch, number)
         history = member.snapshot()
         if history.epoch == epoch:
             replica.settle(number, history.merges(number, member.index), history)
