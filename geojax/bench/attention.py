@@ -126,7 +126,7 @@ def median_seconds(call: Callable[[], object]) -> float:
     jax.block_until_ready(call())
 
     def measure(calls: int) -> float:
-        start = time.perf_counter()
+        start, result = time.perf_counter(), None
         for _ in range(calls):
             result = call()
         jax.block_until_ready(result)

@@ -80,13 +80,14 @@ def _measure(stage: Stage, sampler, setting: Setting, policy: str, batch: int) -
     made.answer(_jobs(config, replace(setting, sampling=quick), batch))
     warm = time.perf_counter() - started
     times: list[float] = []
-    while not times or (
-        len(times) < MOST_RUNS and sum(times) < ENOUGH_SECONDS and times[-1] < stage.left_seconds
-    ):
+    steps = 0
+    for _ in range(MOST_RUNS):
         started = time.perf_counter()
-        answers = made.answer(jobs)
+        steps = max(answer.steps for answer in made.answer(jobs))
         times.append(time.perf_counter() - started)
-    seconds, steps = median(times), max(answer.steps for answer in answers)
+        if sum(times) >= ENOUGH_SECONDS or times[-1] >= stage.left_seconds:
+            break
+    seconds = median(times)
     return {
         "policy": policy,
         "batch": batch,

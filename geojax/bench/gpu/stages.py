@@ -10,7 +10,7 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +62,7 @@ class Stage:
             longest = max(longest, self.clock() - started)
 
     @contextmanager
-    def trying(self, piece: object) -> Iterator[None]:
+    def trying(self, piece: object) -> Generator[None]:
         """Record what `piece` raises, as text alone: frames would hold arrays."""
         self.doing = named(piece)
         self.save(self.content())
