@@ -5,21 +5,18 @@ Invariant: seconds are of whole steps after compilation, the median of several, 
 this process; a table never mixes them with predicted ones unnamed.
 """
 
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
 import jax
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from geojax import platform
 from geojax.config import ConfigError, RunConfig, require
-from geojax.data import Batch, empty_batch
 from geojax.meshes.calibration import calibration_json
 from geojax.meshes.hardware import NOMINAL, Cluster, get_gpu
 from geojax.meshes.strategy import Strategy, enumerate_strategies, parse_strategy, require_legal
@@ -30,6 +27,7 @@ from geojax.track.console import format_bytes, format_count, format_seconds, for
 from geojax.track.environment import machine, versions
 from geojax.track.metrics import write_atomically
 from geojax.train.program import Program, Task
+from geojax.train.timed import one_step, random_batch, time_steps
 
 
 def profile_strategies(
@@ -53,10 +51,11 @@ def profile_strategies(
         case = StepCase(
             config.model, config.data.seq_len, strategy, Cluster(gpu, 1, strategy.devices)
         )
-        compiled, times, state_bytes = _measure(config, strategy, steps)
+        program = _program(config, strategy)
+        timed = time_steps(program, steps, config.seed)
         cases.append(case)
-        seconds.append(median(times))
-        rows.append((compiled, times, state_bytes))
+        seconds.append(timed.seconds)
+        rows.append((timed, program.state_bytes))
     model = recalibrate(A100, cases, seconds)
 
     table = Table(box=None, padding=(0, 1), pad_edge=False)
@@ -65,14 +64,14 @@ def profile_strategies(
         table.add_column(heading, justify="left" if heading == "strategy" else "right")
     order = sorted(range(len(cases)), key=lambda i: seconds[i] / chosen[i].global_batch)
     for i in order:
-        compiled, times, state_bytes = rows[i]
+        timed, state_bytes = rows[i]
         speed = chosen[i].global_batch * config.data.seq_len / seconds[i]
         share = platform.mfu(speed, config.model, config.data.seq_len, chosen[i].devices, name)
         table.add_row(
             str(chosen[i]),
-            format_seconds(compiled),
+            format_seconds(timed.compile_seconds),
             format_seconds(seconds[i]),
-            format_share((max(times) - min(times)) / seconds[i]),
+            format_share(timed.spread),
             format_count(speed),
             "-" if share is None else format_share(share),
             format_bytes(state_bytes),
@@ -106,12 +105,13 @@ def profile_trace(config: RunConfig, steps: int, folder: Path) -> None:
         f"{config.name} has slices; name a preset with a strategy, or set one with --strategy",
     )
     console = Console(highlight=False)
-    program, chunk = _program(config, parse_strategy(config.strategy))
+    program = _program(config, parse_strategy(config.strategy))
+    chunk = program.put_chunk(random_batch(program))
     state = program.init(config.seed)
-    state = _step(program, state, chunk)
+    state = one_step(program, state, chunk)
     with platform.trace_steps(folder) as trace:
         for _ in range(steps):
-            state = _step(program, state, chunk)
+            state = one_step(program, state, chunk)
     if trace.summary is None:
         console.print("the trace holds no operation of a device")
     else:
@@ -153,35 +153,8 @@ def _chosen(config: RunConfig, strategies: Sequence[str], devices: int) -> list[
     return list(legal)
 
 
-def _program(config: RunConfig, strategy: Strategy) -> tuple[Program, Batch]:
-    """A program, and random tokens for a step of it."""
+def _program(config: RunConfig, strategy: Strategy) -> Program:
     task = Task(
         config.model, config.train, config.data.seq_len, config.data.document_mask, config.seed
     )
-    program = Program(task, strategy, jax.devices()[: strategy.devices])
-    batch = empty_batch((1, strategy.global_batch), config.data.seq_len)
-    tokens = np.random.default_rng(0).integers(
-        0, config.model.vocab_size, batch.tokens.shape, np.int32
-    )
-    batch = batch._replace(tokens=tokens, targets=tokens, weights=np.ones_like(batch.weights))
-    return program, program.put_chunk(batch)
-
-
-def _step(program: Program, state, chunk):
-    return jax.block_until_ready(program.run(state, chunk, 1, 0.0, 0.0, 0)[0])
-
-
-def _measure(config: RunConfig, strategy: Strategy, steps: int) -> tuple[float, list[float], int]:
-    """Seconds of compilation and of each step, and the state's bytes a device."""
-    program, chunk = _program(config, strategy)
-    started = time.perf_counter()
-    program.compile(1)
-    compiled = time.perf_counter() - started
-    state = program.init(config.seed)
-    state = _step(program, state, chunk)  # the first allocates
-    times = []
-    for _ in range(steps):
-        started = time.perf_counter()
-        state = _step(program, state, chunk)
-        times.append(time.perf_counter() - started)
-    return compiled, times, program.state_bytes
+    return Program(task, strategy, jax.devices()[: strategy.devices])

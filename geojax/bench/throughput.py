@@ -28,11 +28,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from geojax.bench.denoising import shared_jobs
 from geojax.bicache.depth import Depths
-from geojax.bicache.engine import Engine, Job, Sizes
+from geojax.bicache.engine import Engine, Sizes
 from geojax.bicache.policy import Policy, get_policy
 from geojax.config import require
-from geojax.diffusion.request import SamplingConfig, prompt
+from geojax.diffusion.request import SamplingConfig
 from geojax.diffusion.sampler import Sampler
 from geojax.models.config import TransformerConfig
 from geojax.models.transformer import Transformer, init_params
@@ -173,16 +174,8 @@ def _measure(sampler: Sampler, batch: int, share: float, options: ThroughputOpti
     config, length = sampler.model.config, options.length
     prefix, depth = round(share * length), config.layers // 2
     private = length - prefix - BLOCK
-    rng = np.random.default_rng(0)
-    shared = rng.integers(0, _MASK, prefix).tolist()
     settings = SamplingConfig(steps=STEPS, block=BLOCK)
-    jobs = [
-        Job(
-            prompt([*shared, *rng.integers(0, _MASK, private).tolist()], BLOCK, _MASK, settings),
-            (prefix,),
-        )
-        for _ in range(batch)
-    ]
+    jobs = shared_jobs(_MASK, batch, prefix, private, BLOCK, settings)
     sizes, depths = Sizes(4e8, 4e7), Depths(((0.0, depth),))
     engines = {
         (name, every): Engine(sampler, get_policy(name, every), sizes, depths)
