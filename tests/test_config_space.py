@@ -28,7 +28,7 @@ from geojax.config import (
     slice_strategy,
 )
 from geojax.geomesh.clock import modelled_exchange_seconds, modelled_profiles, traffic
-from geojax.geomesh.options import choices, modelled_choices, work_strategy
+from geojax.geomesh.options import choices, work_strategy
 from geojax.geomesh.records import derived_rows
 from geojax.geomesh.steering import first_plan
 from geojax.meshes.axes import assign_devices
@@ -104,8 +104,7 @@ def of_slices(config: RunConfig, rows):
             yield from ((strategy, row) for strategy in found)
         return
     seconds = modelled_exchange_seconds(config, sent.payload_bytes)
-    profiles = modelled_choices(config) if config.cona else modelled_profiles(config)
-    plan = first_plan(config, profiles, seconds)
+    plan = first_plan(config, modelled_profiles(config), seconds)
     assert derived_rows(config, plan, sent, seconds, False)
     for index, (work, row) in enumerate(zip(plan.work, rows, strict=True)):
         yield work_strategy(config, index, work), row

@@ -126,8 +126,9 @@ class Whole:
         return {pattern: network.exchange(pattern, size) for pattern in PATTERNS}
 
     def _timed(self, overlap: bool) -> Timed:
-        rounds = simulate(self.setting, overlap=overlap, rounds=_ROUNDS)
-        return Timed(outcome(self.setting, rounds, overlap), rounds)
+        share = float(overlap)  # of the next round's steps: all, or none
+        rounds = simulate(self.setting, overlap=share, rounds=_ROUNDS)
+        return Timed(outcome(self.setting, rounds, share), rounds)
 
 
 def placed(config: RunConfig, cluster: ClusterFile, tokens: float | None = None) -> RunConfig:

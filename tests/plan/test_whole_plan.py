@@ -30,8 +30,8 @@ from geojax.configs import load_config
 from geojax.configs.geomesh import over_slices
 from geojax.geomesh.balance import make_plan
 from geojax.geomesh.clock import (
+    Happened,
     ModelledClock,
-    RoundTimes,
     modelled_exchange_seconds,
     modelled_profiles,
     traffic,
@@ -94,7 +94,8 @@ def test_a_plan_takes_what_simulate_and_the_modelled_clock_say(mode, exchange, h
     setting = make_setting(run, how)
     assert whole.work == setting.plan.work
     for overlap in (False, True):
-        expected = outcome(setting, simulate(setting, overlap=overlap), overlap)
+        rounds = simulate(setting, overlap=float(overlap))
+        expected = outcome(setting, rounds, float(overlap))
         found = whole.timed(overlap).outcome
         assert replace(found, wan=expected.wan) == expected
         done = found.rounds * found.tokens_per_round
@@ -102,14 +103,16 @@ def test_a_plan_takes_what_simulate_and_the_modelled_clock_say(mode, exchange, h
     if how == "config":
         seconds = modelled_exchange_seconds(run, traffic(run).payload_bytes)
         plan = make_plan(modelled_profiles(run), run.balance, seconds)
-        times = ModelledClock(seconds).round(plan, RoundTimes([0.0] * 3, 0.0, 0.0, 0.0))
+        nothing = [0, 0, 0]
+        happened = Happened([0.0] * 3, 0.0, 0.0, 0.0, nothing, nothing, [0.0] * 3)
+        times = ModelledClock(seconds).round(plan, happened)
         assert whole.plain.outcome.round_seconds == pytest.approx(times.total, rel=1e-9)
         for i in range(3):
             assert whole.plain.shares(i) == pytest.approx(
                 {
                     "compute": times.compute[i] / times.total,
-                    "straggler": times.straggler(i) / times.total,
-                    "wan": times.exchange / times.total,
+                    "straggler": times.straggler[i] / times.total,
+                    "wan": times.wan / times.total,
                 },
                 abs=1e-9,
             )
