@@ -19,7 +19,7 @@ from typing import Any
 Clock = Callable[[], float]
 """Seconds, from any start."""
 Content = dict[str, Any]
-"""What a stage found, for JSON: see `Stage.content`."""
+"""What a stage found, for JSON: `Stage.content`, and when it is over seconds for what was done."""
 _TEXT = 500  # characters of an error that are kept
 
 
@@ -135,19 +135,24 @@ def run_stages(
         seconds = (ends - clock()) * share / left
         left -= share
         if seconds <= 0:
-            done(name, Stage(0, print, skipped="no time was left", doing="").content())
+            done(name, _nothing() | {"skipped": "no time was left"})
             continue
         try:
             content = run(name, seconds)
         except Exception as error:
-            content = Stage(0, print, doing="").content()
-            content["errors"]["the stage as a whole"] = _short(f"{type(error).__name__}: {error}")
+            text = _short(f"{type(error).__name__}: {error}")
+            content = _nothing() | {"errors": {"the stage as a whole": text}}
         done(name, content)
 
 
 def named(piece: object) -> str:
     """A piece of work in a list; a tuple by its items."""
     return ", ".join(map(str, piece)) if type(piece) is tuple else str(piece)
+
+
+def _nothing() -> Content:
+    """Of a stage that did not run."""
+    return {"skipped": None, "errors": {}, "left_out": [], "result": {}, "seconds": 0.0}
 
 
 def _short(text: str) -> str:
