@@ -4,11 +4,15 @@
 Invariant: for every slice the shares of compute, straggler wait and WAN wait sum to 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from rich.table import Table
 
 from geojax.simulate.rounds import Round
 from geojax.simulate.setting import Setting
+from geojax.track.console import format_bytes, format_share
+from geojax.track.section import new_table
 
 UNITS = {
     "round_seconds": "modelled seconds, mean over rounds",
@@ -89,3 +93,33 @@ def outcome(setting: Setting, rounds: Sequence[Round], overlap: bool) -> Outcome
         hours=(whole + more * round_seconds) / 3600,
         lag_rounds=int(overlap),
     )
+
+
+def outcome_table(results: Mapping[str, Outcome]) -> Table:
+    """A line a variant."""
+    table = new_table()
+    table.add_column("\n", no_wrap=True)
+    for heading in (
+        "\nround",
+        "\nexchange",
+        "\ncompute",
+        "straggler\nidle",
+        "WAN\nidle",
+        "sent\na slice",
+        "\nrounds",
+        "\nhours",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, r in results.items():
+        table.add_row(
+            name,
+            f"{r.round_seconds:.3g} s",
+            f"{r.exchange_seconds:.3g} s",
+            format_share(r.compute),
+            format_share(r.straggler_idle),
+            format_share(r.wan_idle),
+            format_bytes(r.sent_bytes),
+            str(r.rounds),
+            f"{r.hours:.3g}",
+        )
+    return table
