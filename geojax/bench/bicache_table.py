@@ -7,10 +7,10 @@ Invariant: they show what `geojax bench bicache` writes, and nothing else.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich import box
 from rich.table import Table
 
 from geojax.bicache.store import Builder
+from geojax.track.section import new_table
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,15 @@ def loss_tables(results: Sequence[Result]) -> list[Table]:
 def _loss_table(results: Sequence[Result]) -> Table:
     task, share = results[0].cell.task, results[0].cell.share
     at = next((r.cell.depth for r in results if r.cell.policy == "bicache-dual"), None)
-    table = Table(
+    table = new_table(
         "policy",
         "depth",
         "accuracy",
         "loss",
         "at most",
-        box=box.SIMPLE_HEAD,
-        title=f"{task}, prefix {share:.0%} of a request",
-        title_justify="left",
     )
+    table.title = f"{task}, prefix {share:.0%} of a request"
+    table.title_justify = "left"
     for r in results:
         label = r.cell.policy if r.cell.every is None else f"{r.cell.policy}, every {r.cell.every}"
         table.add_row(

@@ -7,8 +7,9 @@ Invariant: it shows what `geojax bench guard` writes, and nothing else.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich import box
 from rich.table import Table
+
+from geojax.track.section import new_table
 
 LEFT_OUT = "fill"
 """The task that depths and bounds were made without."""
@@ -35,7 +36,7 @@ class Watch:
 
 def watch_table(found: Sequence[Watch]) -> Table:
     """A line a task and share."""
-    table = Table(
+    table = new_table(
         "task",
         "prefix",
         "not shared",
@@ -44,7 +45,6 @@ def watch_table(found: Sequence[Watch]) -> Table:
         "recovered",
         "retreats",
         "extra rows",
-        box=box.SIMPLE_HEAD,
     )
     for w in found:
         table.add_row(

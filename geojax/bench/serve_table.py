@@ -8,10 +8,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
-from geojax.track.section import Target
+from geojax.track.section import Target, new_table
 
 _SERIES = (
     ("ttft", "first text, ms"),
@@ -23,12 +22,10 @@ _SERIES = (
 
 def load_table(figures: Mapping[str, Any]) -> Table:
     """Times of requests that were answered; a dash where none has any."""
-    table = Table("", "mean", "median", "p90", "p99", box=box.SIMPLE_HEAD)
+    table = new_table("", "mean", "median", "p90", "p99")
     for name, label in _SERIES:
         values = (figures[f"{key}_{name}_ms"] for key in ("mean", "median", "p90", "p99"))
         table.add_row(label, *("-" if not _finite(v) else f"{v:.1f}" for v in values))
-    for column in table.columns[1:]:
-        column.justify = "right"
     hits = figures["total_cached_tokens"] / max(figures["total_input_tokens"], 1)
     table.caption = (
         f"{figures['completed']} answered, {figures['failed']} not, in {figures['duration']:.1f} s "

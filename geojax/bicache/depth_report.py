@@ -6,11 +6,10 @@ Invariant: both show what `geojax profile depth` writes into its file, and nothi
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.table import Table
 
 from geojax.bicache.depth import Depths, ShareProfile
-from geojax.track.section import Target
+from geojax.track.section import Target, new_table
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _LEAST_KL = 1e-8  # on a logarithmic axis
@@ -18,7 +17,7 @@ _LEAST_KL = 1e-8  # on a logarithmic axis
 
 def depth_table(profile: ShareProfile) -> Table:
     """What reuse below each depth does, at one share of the prefix."""
-    table = Table(
+    table = new_table(
         "depth",
         "key cosine",
         "value cosine",
@@ -26,10 +25,9 @@ def depth_table(profile: ShareProfile) -> Table:
         "KL, 95 %",
         "same token",
         "worst masks",
-        box=box.SIMPLE_HEAD,
-        title=f"prefix {profile.share:.0%}: cosines of the layer below the depth",
-        title_justify="left",
     )
+    table.title = f"prefix {profile.share:.0%}: cosines of the layer below the depth"
+    table.title_justify = "left"
     for depth, effect in enumerate(profile.effects):
         cosines = (profile.key_cosine, profile.value_cosine)
         table.add_row(

@@ -49,7 +49,11 @@ def page(
     """The HTML."""
     script = "" if reload_seconds is None else _RELOAD % max(round(1000 * reload_seconds), 100)
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     template = environment.from_string(files("geojax.report").joinpath("page.html").read_text())
     shown = [_shown(section, number) for number, section in enumerate(sections, 1)]

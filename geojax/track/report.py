@@ -191,7 +191,9 @@ def target_notes(
     target: float | None, rule: str, last: tuple[float, str] | None, several: bool
 ) -> list[str]:
     """How a table of summaries is to be read, but for what its times are of."""
-    notes = [] if target is None else [f"Target perplexity {target:.4g}: {rule}."]
+    notes = []
+    if target is not None:
+        notes.append(f"Target perplexity {target:.4g}" + (f": {rule}." if rule else "."))
     if last and several:
         notes.append(f"Speed-up: over {last[1]}, the slowest to reach the target.")
     return [*notes, "Idle: share of the run's time, of the slice that waited most."]
