@@ -127,7 +127,7 @@ def _watch(options: ReportOptions, seconds: float, console: Console) -> None:
 
 def _stamps(paths: Sequence[str]) -> list[tuple[int, int] | None]:
     """Of each input, what changes when it does."""
-    stamps = []
+    stamps: list[tuple[int, int] | None] = []
     for path in map(Path, paths):
         file = path if path.is_file() else path / "metrics.jsonl"
         try:

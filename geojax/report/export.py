@@ -76,7 +76,7 @@ def to_tensorboard(runs: Sequence[tuple[str, Run]], folder: Path) -> str:
 def to_trackio(runs: Sequence[tuple[str, Run]], project: str) -> str:
     """Runs of a Trackio project on this machine, by name; what was written, in words."""
     _need("trackio", "trackio")
-    import trackio
+    import trackio  # pyrefly: ignore[missing-import]
 
     try:
         before = list(trackio.Api().runs(project))

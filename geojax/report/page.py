@@ -73,6 +73,7 @@ def _shown(section: Section, number: int) -> dict[str, Any]:
         "id": f"section-{number}",
         "title": section.title,
         "live": section.live,
+        "inner": bool(section.lead),
         "facts": section.facts,
         "config": section.config,
         "blocks": [

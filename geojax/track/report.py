@@ -242,7 +242,8 @@ def _comparison_section(group: Comparison, alone: bool) -> Section:
 
 
 def _run_section(run: Run, name: str) -> Section:
-    blocks = [Block("each slice", _slice_table(run), aside=True)]
+    note = "Batch, steps and loss: of the last round. Shares: of the run's time."
+    blocks = [Block("each slice", _slice_table(run), (note,), aside=True)]
     pictures = []
     if _chained(run):
         blocks.append(Block("its chain of strategies", chain_table(run)))
@@ -269,7 +270,7 @@ def _run_section(run: Run, name: str) -> Section:
 def _slice_table(run: Run) -> Table:
     """How the time of each slice divides, and what it did in its last round."""
     waits = {"wan": "WAN"}
-    table = new_table("slice", "batch", "steps a round", "loss", "tokens", *PARTS)
+    table = new_table("slice", "batch", "steps", "loss", "tokens", *PARTS)
     for column in table.columns[-len(PARTS) :]:
         column.header = waits.get(str(column.header), str(column.header))
     tokens: dict[str, int] = {}
