@@ -182,11 +182,10 @@ def data(args: list[str]) -> int:
 
 
 def report(args: list[str]) -> int:
-    """Compare runs: a table, pictures, and JSON."""
-    from geojax.track.report import report as make_report
+    """Runs and results side by side: tables, pictures, a page, JSON; --watch follows a run."""
+    from geojax.report.command import ReportOptions, run_report, with_seconds
 
-    options = _parse(_Report, args, "geojax report")
-    make_report(options.runs, options.out, options.json, options.target)
+    run_report(_parse(ReportOptions, with_seconds(args), "geojax report"))
     return 0
 
 
@@ -369,20 +368,6 @@ class _Resume:
     """Another strategy than before, such as dp2-tp2-pp2-mb1-gb16: on as many devices as it says."""
     cluster: ClusterConfig = ClusterConfig()
     """The processes that go on, where they are several."""
-
-
-@dataclass(frozen=True)
-class _Report:
-    """Compare runs: a table, pictures, and JSON."""
-
-    runs: tyro.conf.Positional[tuple[str, ...]]
-    """Run folders."""
-    out: Path | None = None
-    """Folder for the pictures."""
-    json: Path | None = None
-    """File for the figures, with units, clock, seeds, versions and machine."""
-    target: float | None = None
-    """Target perplexity; unset: 1.02 times the worst final one."""
 
 
 @dataclass(frozen=True)

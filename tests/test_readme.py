@@ -68,6 +68,7 @@ def test_every_command_in_readme_works(tmp_path, monkeypatch, capsys):
         )
         assert done.returncode == 0, f"geojax {shlex.join(command)}: {done.stderr}{done.stdout}"
     assert (tmp_path / "figures.json").exists()
+    assert (tmp_path / "report.html").read_text().endswith("</html>\n")
     assert (tmp_path / "pictures" / "gantt.png").exists()
     assert (tmp_path / "runs" / "myrun" / "metrics.jsonl").exists()
     assert (tmp_path / "weights" / "model.safetensors").exists()

@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 import tyro
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from geojax.bench.bicache_table import Cell, Result, loss_tables
 from geojax.bicache.depth import Depths
 from geojax.bicache.engine import Engine, Job, Sizes
 from geojax.bicache.policy import get_policy
@@ -39,42 +38,6 @@ SHARES = (0.5, 0.7, 0.9)
 HARMLESS = 0.018
 """Loss, as an upper bound, under which reuse in all layers shows that no depth costs anything."""
 _Z = 1.645  # one-sided 95 %
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A policy on one task at one share of the prefix."""
-
-    task: str
-    share: float
-    policy: str
-    every: int | None
-    depth: int | None
-    """Layers in which the prefix is shared; None where the policy shares nothing."""
-    builder: Builder = "prefix"
-
-    @property
-    def name(self) -> str:
-        parts = [self.task, f"{self.share}", self.policy]
-        if self.every is not None:
-            parts.append(f"every{self.every}")
-        if self.depth is not None:
-            parts += [f"depth{self.depth}", self.builder]
-        return "-".join(parts)
-
-
-@dataclass(frozen=True)
-class Result:
-    """Of a cell, beside no reuse."""
-
-    cell: Cell
-    accuracy: float
-    error: float
-    """Standard error."""
-    loss: float
-    """Accuracy without reuse less this one, paired."""
-    bound: float
-    """Upper, of the loss."""
 
 
 @dataclass(frozen=True)
@@ -136,13 +99,10 @@ def run_bicache(options: BicacheOptions) -> list[Result]:
                 results.append(compare(cell, right, plain))
                 if cell.policy == "full":
                     harmless = results[-1].bound <= HARMLESS
-            _show(
-                console,
-                task,
-                share,
-                [r for r in results if (r.cell.task, r.cell.share) == (task, share)],
-                depths,
+            (table,) = loss_tables(
+                [r for r in results if (r.cell.task, r.cell.share) == (task, share)]
             )
+            console.print(table)
     content = {
         "machine": machine(),
         "examples": count,
@@ -229,30 +189,3 @@ def compare(cell: Cell, right: np.ndarray, plain: np.ndarray) -> Result:
         # Where no answer differs, the rule of three: 3 / n bounds what was never seen.
         max(float(losses.mean()) + _Z * spread, 3 / count),
     )
-
-
-def _show(
-    console: Console, task: str, share: float, results: list[Result], depths: Depths | None
-) -> None:
-    """A star marks the depth of the table."""
-    at = depths.at(share) if depths else None
-    table = Table(
-        "policy",
-        "depth",
-        "accuracy",
-        "loss",
-        "at most",
-        box=box.SIMPLE_HEAD,
-        title=f"{task}, prefix {share:.0%} of a request",
-        title_justify="left",
-    )
-    for r in results:
-        label = r.cell.policy if r.cell.every is None else f"{r.cell.policy}, every {r.cell.every}"
-        table.add_row(
-            label,
-            "" if r.cell.depth is None else f"{r.cell.depth}{' *' if r.cell.depth == at else ''}",
-            f"{r.accuracy:.1%} +- {r.error:.1%}",
-            f"{r.loss:+.1%}",
-            f"{r.bound:+.1%}",
-        )
-    console.print(table)

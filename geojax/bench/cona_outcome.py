@@ -71,19 +71,20 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Figures:
     """Of one model and one seed."""
 
     model: str
     seed: int
-    cona: Run
-    curves: dict[str, Curve]
-    """By method; of fixed strategies, those that baselines choose."""
-    fixed: dict[int, Curve]
-    """By batch, the fastest strategy of each."""
     ratios: dict[str, list[Reached]]
     """By method, at each of SHARES."""
-    over: list[float] | None
+    final_perplexity: dict[str, float]
+    """By method."""
+    fixed_final_perplexity: dict[str, float]
+    """By batch, of the fastest strategy of each."""
+    seconds: dict[str, float]
+    """Of the whole run, by method."""
+    over_oracle: list[float] | None
     """Perplexity over the oracle's, less 1, at each evaluation; None: no oracle yet."""
     switches: int
     """After EARLY of the tokens, to strategies that stayed."""
@@ -94,6 +95,15 @@ class Outcome:
     changes: list[Change]
     missing: list[str]
     """Parts that have not ended."""
+
+
+class Outcome(NamedTuple):
+    """Figures, and the runs that they are of."""
+
+    figures: Figures
+    cona: Run
+    curves: dict[str, Curve]
+    """By method; of fixed strategies, those that baselines choose."""
 
 
 def outcome(base: Setting, folder: Path, seed: int) -> Outcome | None:
@@ -151,13 +161,13 @@ def outcome(base: Setting, folder: Path, seed: int) -> Outcome | None:
     planned: dict[int, float] = {}
     for leg in legs:
         planned.setdefault(leg.option.batch, leg.begin_sample / whole)
-    return Outcome(
+    figures = Figures(
         base.name,
         seed,
-        cona,
-        curves,
-        fixed,
         ratios,
+        {name: curve.final_perplexity for name, curve in curves.items()},
+        {str(batch): curve.final_perplexity for batch, curve in fixed.items()},
+        {name: curve.end for name, curve in curves.items()},
         over,
         sum(stay[0]["tokens"] > early for stay in stays[1:]),
         trials,
@@ -165,6 +175,7 @@ def outcome(base: Setting, folder: Path, seed: int) -> Outcome | None:
         _changes(base, cona, stays, planned),
         missing,
     )
+    return Outcome(figures, cona, curves)
 
 
 def greedy_evals(folder: Path) -> list[dict[str, Any]] | None:

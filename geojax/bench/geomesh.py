@@ -9,10 +9,11 @@ one seed. Settings were chosen by `tune`, on held-out sequences that no reported
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -24,6 +25,7 @@ from geojax.configs import BASELINES, METHODS, demo
 from geojax.track.console import format_share
 from geojax.track.metrics import to_json, write_atomically
 from geojax.track.report import report
+from geojax.track.section import new_table
 from geojax.track.summary import UNITS, Summary, common_target, load_run, summarise
 
 DEMO_METHODS = ("geomesh", "diloco", "balancing-only", "signs-only")
@@ -82,12 +84,8 @@ def run_bench(
         for name, run in runs.items():
             results[name].append(summarise(run, target))
     rows = {name: _against(found, results["diloco"]) for name, found in results.items()}
-    console.print(_bench_table(rows))
-    console.print(
-        f"Means over {seeds} seeds ± standard deviation. Time saved to the target perplexity, and "
-        "perplexity over DiLoCo's, seed by seed. Times: modelled clock, 150M parameters. Hours: "
-        "for the same tokens, scaled so that DiLoCo takes the published 12.0."
-    )
+    console.print(bench_table(rows))
+    console.print(bench_note(seeds))
     content = {
         "summary": rows,
         "results": [asdict(s) for found in results.values() for s in found],
@@ -107,13 +105,12 @@ def tune(methods: Sequence[str], folder: Path, jobs: int, json_path: Path | None
             shown = replace(config.eval, first=TUNE_FIRST)
             configs[folder / method / name] = replace(config, eval=shown)
     run_all(configs, jobs, console)
-    table, results = Table("method", "setting", "perplexity", box=box.SIMPLE_HEAD), []
+    results = []
     for method in methods:
         runs = [load_run(path) for path in configs if path.parent.name == method]
         for run in sorted(runs, key=lambda r: r.final_perplexity):
-            table.add_row(method, run.name, f"{run.final_perplexity:.3f}")
             results.append(asdict(summarise(run, None)) | {"setting": run.name})
-    console.print(table)
+    console.print(tune_table(results))
     _write(json_path or folder / "report.json", list(configs), {"results": results}, console)
 
 
@@ -181,8 +178,9 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
     return {"mean": statistics.mean(values), "deviation": deviation}
 
 
-def _bench_table(rows: dict[str, dict]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+def bench_table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A line a method, of the figures under `summary`."""
+    table = new_table()
     headings = (
         "time\nsaved",
         "final\nperplexity",
@@ -209,16 +207,33 @@ def _bench_table(rows: dict[str, dict]) -> Table:
     return table
 
 
-def _plus_minus(spread: dict | None, form: str) -> str:
+def bench_note(seeds: int) -> str:
+    return (
+        f"Means over {seeds} seeds ± standard deviation. Time saved to the target perplexity, and "
+        "perplexity over DiLoCo's, seed by seed. Times: modelled clock, 150M parameters. Hours: "
+        "for the same tokens, scaled so that DiLoCo takes the published 12.0."
+    )
+
+
+def tune_table(results: Sequence[Mapping[str, Any]]) -> Table:
+    """A line a setting, the best of each method first."""
+    table = Table("method", "setting", "perplexity", box=box.SIMPLE_HEAD)
+    for result in results:
+        perplexity = result["final_perplexity"]
+        shown = math.inf if perplexity is None else perplexity
+        table.add_row(result["method"], result["setting"], f"{shown:.3f}")
+    return table
+
+
+def _plus_minus(spread: Mapping[str, float | None] | None, form: str) -> str:
     if spread is None:
         return "not reached"
     text = form.format(spread["mean"])
-    if math.isfinite(spread["deviation"]):
+    if spread["deviation"] is not None and math.isfinite(spread["deviation"]):
         text += "±" + form.format(spread["deviation"])
     return text
 
 
-def _percent(spread: dict | None) -> str:
-    return _plus_minus(spread and {k: 100 * v for k, v in spread.items()}, "{:.1f}") + (
-        "%" if spread else ""
-    )
+def _percent(spread: Mapping[str, float | None] | None) -> str:
+    hundredths = spread and {k: None if v is None else 100 * v for k, v in spread.items()}
+    return _plus_minus(hundredths, "{:.1f}") + ("%" if spread else "")

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from geojax.bench.bicache import SHARES, right_by
+from geojax.bench.guard_table import LEFT_OUT, Watch, alarm_line, watch_table
 from geojax.bicache.depth import Depths, Guard
 from geojax.bicache.engine import Engine, Sizes
 from geojax.bicache.policy import get_policy
@@ -30,27 +29,6 @@ from geojax.diffusion.load import Model, load
 from geojax.models.transformer import Transformer
 from geojax.track.environment import machine
 from geojax.track.metrics import to_json, write_atomically
-
-LEFT_OUT = "fill"
-
-
-@dataclass(frozen=True)
-class Watch:
-    """Of requests of one task under one depth."""
-
-    task: str
-    share: float
-    depth: int
-    requests: int
-    right: float
-    """Share of right answers, the prefix refreshed and not shared."""
-    unguarded: float
-    guarded: float
-    recovered: float | None
-    """Of answers that only sharing makes wrong, how many the guard makes right; None: of none."""
-    retreats: int
-    extra: float
-    """Row-layers of probes over all others."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +64,8 @@ def run_guard(options: GuardOptions) -> list[Watch]:
         for share in SHARES:
             found.append(_watch(model, guard, name, share, options))
             console.print(f"answered {name}, prefix {share:.0%}")
-    console.print(_table(found))
-    alarms = sum(w.retreats for w in found if w.task != LEFT_OUT)
-    others = sum(w.requests for w in found if w.task != LEFT_OUT)
-    console.print(f"  false alarms: {alarms} of {others}, {alarms / others:.1%}")
+    console.print(watch_table(found))
+    console.print(f"  {alarm_line(found)}")
     if options.json:
         content = {"machine": machine(), "revision": model.revision, "every": options.every}
         content |= {"watches": [asdict(w) for w in found]}
@@ -145,29 +121,3 @@ def _watch(model: Model, guard: Guard, name: str, share: float, options: GuardOp
         engine.retreats,
         work["probes"] / (work["suffix"] + work["prefix"]),
     )
-
-
-def _table(found: Sequence[Watch]) -> Table:
-    table = Table(
-        "task",
-        "prefix",
-        "not shared",
-        "shared",
-        "guarded",
-        "recovered",
-        "retreats",
-        "extra rows",
-        box=box.SIMPLE_HEAD,
-    )
-    for w in found:
-        table.add_row(
-            w.task,
-            f"{w.share:.0%}",
-            f"{w.right:.1%}",
-            f"{w.unguarded:.1%}",
-            f"{w.guarded:.1%}",
-            "" if w.recovered is None else f"{w.recovered:.1%}",
-            f"{w.retreats} of {w.requests}",
-            f"{w.extra:.1%}",
-        )
-    return table

@@ -22,10 +22,9 @@ from typing import Any
 import httpx2
 import numpy as np
 import tyro
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from geojax.bench.serve_table import load_table
 from geojax.config import ConfigError, require
 from geojax.track.environment import machine
 from geojax.track.metrics import to_json, write_atomically
@@ -103,7 +102,7 @@ def run_load(options: LoadOptions) -> dict[str, Any]:
     """Send all, wait for all, print. ConfigError where there is no server."""
     figures = asyncio.run(load(options))
     console = Console(highlight=False)
-    console.print(_table(figures))
+    console.print(load_table(figures))
     if options.json:
         write_atomically(options.json, json.dumps(to_json(figures), indent=2) + "\n")
         console.print(f"wrote {options.json}", soft_wrap=True)
@@ -263,23 +262,3 @@ def figures_of(
 
 def _codes(sent: Sequence[Sent]) -> list[int]:
     return sorted({s.status for s in sent})
-
-
-def _table(figures: dict[str, Any]) -> Table:
-    table = Table("", "mean", "median", "p90", "p99", box=box.SIMPLE_HEAD)
-    for name, label in (
-        ("ttft", "first text, ms"),
-        ("tpot", "a token after it, ms"),
-        ("itl", "between chunks, ms"),
-        ("e2el", "whole answer, ms"),
-    ):
-        keys = ("mean", "median", "p90", "p99")
-        table.add_row(label, *(f"{figures[f'{key}_{name}_ms']:.1f}" for key in keys))
-    hits = figures["total_cached_tokens"] / max(figures["total_input_tokens"], 1)
-    table.caption = (
-        f"{figures['completed']} answered, {figures['failed']} not, in {figures['duration']:.1f} s "
-        f"(measured): {figures['request_throughput']:.2f} requests/s, "
-        f"{figures['output_throughput']:.1f} new tokens/s; {hits:.1%} of prompts' tokens from "
-        "stored prefixes"
-    )
-    return table

@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from geojax.config import require
 
@@ -62,3 +63,29 @@ class Guard:
 
     def bound(self, depth: int) -> float:
         return dict(self.bounds).get(depth, math.inf)
+
+
+class Effect(NamedTuple):
+    """Of reuse below one depth, over the masked rows of the kind of sequences where it is worst."""
+
+    kl: float
+    """Mean divergence of the predictions from those of the whole pass, in nats."""
+    kl_p95: float
+    agreement: float
+    """Share of rows whose likeliest token stays."""
+
+
+@dataclass(frozen=True)
+class ShareProfile:
+    """Of one share of the prefix."""
+
+    share: float
+    key_cosine: tuple[float, ...]
+    """By layer: mean over rows and heads of the cosine of prefix-only and whole keys."""
+    value_cosine: tuple[float, ...]
+    effects: tuple[Effect, ...]
+    """By depth 0..L, under the share of masks where it is worst for some kind."""
+    worst_masked: tuple[float, ...]
+    """By depth: that share of masks."""
+    drift: tuple[float, ...]
+    """By depth: what the guard's probes of 99 in 100 of these requests do not exceed."""

@@ -13,7 +13,7 @@ Shapes: b sequences, s tokens, p of them prefix, L layers.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from geojax.bicache.denoise import drift_of
-from geojax.bicache.depth import Depths
+from geojax.bicache.depth import Depths, Effect, ShareProfile
 from geojax.config import require
 from geojax.models.attention import attend
 from geojax.models.transformer import Inputs, Params, Transformer
@@ -37,32 +37,6 @@ class Pass(NamedTuple):
     v: Float[Array, "L b p k e"]
     hidden: Float[Array, "L b p d"]
     """Entering each layer."""
-
-
-class Effect(NamedTuple):
-    """Of reuse below one depth, over the masked rows of the kind of sequences where it is worst."""
-
-    kl: float
-    """Mean divergence of the predictions from those of the whole pass, in nats."""
-    kl_p95: float
-    agreement: float
-    """Share of rows whose likeliest token stays."""
-
-
-@dataclass(frozen=True)
-class ShareProfile:
-    """Of one share of the prefix."""
-
-    share: float
-    key_cosine: tuple[float, ...]
-    """By layer: mean over rows and heads of the cosine of prefix-only and whole keys."""
-    value_cosine: tuple[float, ...]
-    effects: tuple[Effect, ...]
-    """By depth 0..L, under the share of masks where it is worst for some kind."""
-    worst_masked: tuple[float, ...]
-    """By depth: that share of masks."""
-    drift: tuple[float, ...]
-    """By depth: what the guard's probes of 99 in 100 of these requests do not exceed."""
 
 
 def profile_share(

@@ -14,12 +14,11 @@ from typing import Any, Literal
 import numpy as np
 import tyro
 from jaxtyping import Int, Int32
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from geojax.bicache.depth import Depths, Guard
-from geojax.bicache.profile import ShareProfile, by_cosine, by_output, profile_share
+from geojax.bicache.depth import Depths, Guard, ShareProfile
+from geojax.bicache.depth_report import depth_lines, depth_table, plot_profiles
+from geojax.bicache.profile import by_cosine, by_output, profile_share
 from geojax.bicache.store import Builder
 from geojax.config import ConfigError, DataConfig, SourceConfig, TokenizerConfig, require
 from geojax.data import both_splits, prepare, tasks
@@ -93,9 +92,9 @@ def run_depth(options: DepthOptions) -> None:
     else:
         depths = by_output(profiles, options.most_kl)
     for profile in profiles:
-        console.print(_table(profile))
-    for share, depth in depths.steps:
-        console.print(f"  prefix of {share:.0%} or more: {depth} of {model.config.layers} layers")
+        console.print(depth_table(profile))
+    for line in depth_lines(depths, model.config.layers):
+        console.print(f"  {line}")
     content: dict[str, Any] = {
         "revision": model.revision,
         "builder": options.builder,
@@ -144,29 +143,6 @@ def read_table(path: Path, revision: str, builder: Builder) -> tuple[Depths, Gua
     return Depths(steps), Guard(bounds)
 
 
-def plot_profiles(profiles: Sequence[ShareProfile], path: Path) -> None:
-    """Cosines by layer, and divergence of predictions by depth, a line a share."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4))
-    for profile in profiles:
-        label = f"prefix {profile.share:.0%}"
-        left.plot(profile.key_cosine, "o-", label=label)
-        middle.plot(profile.value_cosine, "o-", label=label)
-        right.plot([max(e.kl_p95, 1e-8) for e in profile.effects], "o-", label=label)
-    left.set(title="keys", xlabel="layer", ylabel="cosine, prefix alone to whole")
-    middle.set(title="values", xlabel="layer")
-    right.set(title="predictions", xlabel="depth of reuse", ylabel="95th percentile of KL, nats")
-    right.set_yscale("log")
-    left.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def _requests(
     model: Model, options: DepthOptions, share: float
 ) -> tuple[Int32[np.ndarray, "n s"], int | None, Int[np.ndarray, " n"] | None]:
@@ -202,29 +178,3 @@ def task_requests(
     tokens = [np.where(at < r.answer_start[:, None], tasks.asked(r), r.tokens) for r in rows]
     kinds = np.repeat(np.arange(len(names)), each)
     return np.concatenate(tokens), int(rows[0].answer_start[0]), kinds
-
-
-def _table(profile: ShareProfile) -> Table:
-    table = Table(
-        "depth",
-        "key cosine",
-        "value cosine",
-        "KL",
-        "KL, 95 %",
-        "same token",
-        "worst masks",
-        box=box.SIMPLE_HEAD,
-        title=f"prefix {profile.share:.0%}: cosines of the layer below the depth",
-        title_justify="left",
-    )
-    for depth, effect in enumerate(profile.effects):
-        cosines = (profile.key_cosine, profile.value_cosine)
-        table.add_row(
-            str(depth),
-            *(f"{c[depth - 1]:.4f}" if depth else "" for c in cosines),
-            f"{effect.kl:.2e}",
-            f"{effect.kl_p95:.2e}",
-            f"{effect.agreement:.1%}",
-            f"{profile.worst_masked[depth]:.0%}",
-        )
-    return table

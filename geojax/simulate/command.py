@@ -11,20 +11,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from geojax.config import RunConfig, require
 from geojax.simulate.baselines import baseline_outcome
-from geojax.simulate.outcome import UNITS, Outcome, budget_sequences, outcome
+from geojax.simulate.outcome import UNITS, Outcome, budget_sequences, outcome, outcome_table
 from geojax.simulate.report import write_figures
 from geojax.simulate.rounds import Replanner, Round, run_rounds
 from geojax.simulate.scaling import plot_scaling, print_scaling, scaling, scaling_content
 from geojax.simulate.setting import How, Setting, make_setting, with_modelled_clock
 from geojax.simulate.speeds import Change, Speeds, parse_change
-from geojax.track.console import format_bytes, format_count, format_seconds, format_share
+from geojax.track.console import format_count, format_seconds, format_share
 
 _SHOWN = 6  # rounds that are shown after a change of speed
 
@@ -88,10 +86,10 @@ def run_simulate(options: SimulateOptions) -> None:
             f"--scaling shows all numbers of slices, without {given or 'slices'}; leave that unset",
         )
         rows, changes = scaling(config, **network)
-        print_scaling(rows, changes, config, console)
+        print_scaling(scaling_content(rows, changes, config), console)
         if options.out:
             options.out.mkdir(parents=True, exist_ok=True)
-            plot_scaling(rows, changes, config, options.out / "scaling.png")
+            plot_scaling(scaling_content(rows, changes, config), options.out / "scaling.png")
             console.print(f"wrote {options.out / 'scaling.png'}")
         if options.json:
             write_figures(options.json, scaling_content(rows, changes, config), console)
@@ -132,7 +130,7 @@ def _run(setting: Setting, options: SimulateOptions, console: Console) -> None:
     console.print(Text(_title(setting, setting.pattern), style="bold"))
     for line in _plan_lines(setting):
         console.print(f"  {line}", soft_wrap=True)
-    console.print(_table({name: result for name, (result, _) in found.items()}))
+    console.print(outcome_table({name: result for name, (result, _) in found.items()}))
     for change in changes:
         for name, (_, rounds) in found.items():
             console.print(_after(change, name, rounds), soft_wrap=True)
@@ -158,7 +156,7 @@ def _run_baseline(setting: Setting, options: SimulateOptions, console: Console) 
     console.print(Text(_title(setting, found.pattern), style="bold"))
     for line in _plan_lines(setting):
         console.print(f"  {line}", soft_wrap=True)
-    console.print(_table({"as it is": found}))
+    console.print(outcome_table({"as it is": found}))
     console.print("Times: modelled clock; nothing was trained.")
     if options.json:
         content = _content(setting, options, changes)
@@ -227,35 +225,6 @@ def _plan_lines(setting: Setting) -> list[str]:
     if setting.slices > own:
         lines.append(f"and copies of these, {setting.slices} in all")
     return lines
-
-
-def _table(results: dict[str, Outcome]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("\n", no_wrap=True)
-    for heading in (
-        "\nround",
-        "\nexchange",
-        "\ncompute",
-        "straggler\nidle",
-        "WAN\nidle",
-        "sent\na slice",
-        "\nrounds",
-        "\nhours",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name, r in results.items():
-        table.add_row(
-            name,
-            f"{r.round_seconds:.3g} s",
-            f"{r.exchange_seconds:.3g} s",
-            format_share(r.compute),
-            format_share(r.straggler_idle),
-            format_share(r.wan_idle),
-            format_bytes(r.sent_bytes),
-            str(r.rounds),
-            f"{r.hours:.3g}",
-        )
-    return table
 
 
 def _after(change: Change, name: str, rounds: Sequence[Round]) -> str:

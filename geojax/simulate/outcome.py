@@ -4,11 +4,19 @@
 Invariant: for every slice the shares of compute, straggler wait and WAN wait sum to 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
+
+from rich.table import Table
 
 from geojax.simulate.rounds import Round
 from geojax.simulate.setting import Setting
+from geojax.track.console import format_bytes, format_share
+from geojax.track.plots import as_text
+from geojax.track.section import Target, new_table
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
 UNITS = {
     "round_seconds": "modelled seconds, mean over rounds",
@@ -89,3 +97,52 @@ def outcome(setting: Setting, rounds: Sequence[Round], overlap: float) -> Outcom
         hours=(whole + more * round_seconds) / 3600,
         lag_rounds=overlap,
     )
+
+
+def outcome_table(results: Mapping[str, Outcome]) -> Table:
+    """A line a variant."""
+    table = new_table()
+    table.add_column("\n", no_wrap=True)
+    for heading in (
+        "\nround",
+        "\nexchange",
+        "\ncompute",
+        "straggler\nidle",
+        "WAN\nidle",
+        "sent\na slice",
+        "\nrounds",
+        "\nhours",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, r in results.items():
+        table.add_row(
+            name,
+            f"{r.round_seconds:.3g} s",
+            f"{r.exchange_seconds:.3g} s",
+            format_share(r.compute),
+            format_share(r.straggler_idle),
+            format_share(r.wan_idle),
+            format_bytes(r.sent_bytes),
+            str(r.rounds),
+            f"{r.hours:.3g}",
+        )
+    return table
+
+
+def plot_straggler_idle(by_round: Mapping[str, Sequence[float]], path: Target) -> None:
+    """A line a variant."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    figure = Figure(figsize=(8, 3.6), dpi=150, layout="constrained")
+    figure.suptitle("Straggler idle (modelled clock)")
+    axes = figure.subplots()
+    for (name, shares), colour in zip(by_round.items(), cycle(_COLOURS)):
+        axes.plot(range(1, len(shares) + 1), shares, color=colour, label=as_text(name))
+    axes.set(xlabel="round", ylabel="share of the round")
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize="small")
+    figure.savefig(path)

@@ -7,10 +7,8 @@ to 256 is looked at for where the planner changes its choice; table and picture 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -18,6 +16,8 @@ from geojax.config import RunConfig
 from geojax.meshes.network import PATTERNS, Network, Pattern
 from geojax.simulate.setting import make_setting
 from geojax.track.console import format_bytes
+from geojax.track.plots import as_text
+from geojax.track.section import Target, new_table
 
 SHOWN = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _COLOURS: Mapping[Pattern, str] = {"gather": "#0072B2", "two_phase": "#D55E00", "hub": "#009E73"}
@@ -97,32 +97,6 @@ def scaling(
     return rows, changes
 
 
-def print_scaling(
-    rows: Sequence[Row], changes: Sequence[Crossing], config: RunConfig, console: Console
-) -> None:
-    """A line a number of slices."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("\nslices", justify="right")
-    for pattern in PATTERNS:
-        table.add_column(f"{pattern}\nround", justify="right", no_wrap=True)
-        table.add_column("sent\na slice", justify="right", no_wrap=True)
-    table.add_column("\nfastest", no_wrap=True)
-    for count in sorted({row.slices for row in rows}):
-        of = {row.pattern: row for row in rows if row.slices == count}
-        cells = [(f"{of[p].round_seconds:.3g} s", format_bytes(of[p].sent_bytes)) for p in PATTERNS]
-        best = next(p for p in PATTERNS if of[p].fastest)
-        table.add_row(str(count), *(cell for pair in cells for cell in pair), best)
-    console.print(table)
-    for change in changes:
-        console.print(
-            f"From {change.slices} slices on, {change.after} takes over from {change.before}."
-        )
-    console.print(
-        f"Times: modelled clock, {config.clock.wan}, {config.exchange.codec}; a slice's work stays "
-        "the same. Bytes: means over slices."
-    )
-
-
 def scaling_content(
     rows: Sequence[Row], changes: Sequence[Crossing], config: RunConfig
 ) -> dict[str, Any]:
@@ -137,24 +111,62 @@ def scaling_content(
     }
 
 
-def plot_scaling(
-    rows: Sequence[Row], changes: Sequence[Crossing], config: RunConfig, path: Path
-) -> None:
+def print_scaling(content: Mapping[str, Any], console: Console) -> None:
+    """Of what `scaling_content` gave."""
+    console.print(scaling_table(content))
+    for line in scaling_lines(content):
+        console.print(line)
+
+
+def scaling_table(content: Mapping[str, Any]) -> Table:
+    """A line a number of slices."""
+    rows = content["results"]
+    table = new_table()
+    table.add_column("\nslices", justify="right")
+    for pattern in PATTERNS:
+        table.add_column(f"{pattern}\nround", justify="right", no_wrap=True)
+        table.add_column("sent\na slice", justify="right", no_wrap=True)
+    table.add_column("\nfastest", no_wrap=True)
+    for count in sorted({row["slices"] for row in rows}):
+        of = {row["pattern"]: row for row in rows if row["slices"] == count}
+        cells = [
+            (f"{of[p]['round_seconds']:.3g} s", format_bytes(of[p]["sent_bytes"])) for p in PATTERNS
+        ]
+        best = next(p for p in PATTERNS if of[p]["fastest"])
+        table.add_row(str(count), *(cell for pair in cells for cell in pair), best)
+    return table
+
+
+def scaling_lines(content: Mapping[str, Any]) -> list[str]:
+    """Where the fastest pattern changes, and what times and bytes are of."""
+    lines = [
+        f"From {c['slices']} slices on, {c['after']} takes over from {c['before']}."
+        for c in content["changes"]
+    ]
+    return [
+        *lines,
+        f"Times: modelled clock, {content['wan']}, {content['codec']}; a slice's work stays the "
+        "same. Bytes: means over slices.",
+    ]
+
+
+def plot_scaling(content: Mapping[str, Any], path: Target) -> None:
     """Bytes sent and round time over K, a line a pattern; dashed where the fastest one changes."""
     from matplotlib.figure import Figure
 
+    rows, changes = content["results"], content["changes"]
     figure = Figure(figsize=(10, 4.6), dpi=150, layout="constrained")
     figure.suptitle(
-        f"{config.name}, {config.exchange.codec} over {config.clock.wan} (modelled clock)"
+        as_text(f"{content['method']}, {content['codec']} over {content['wan']} (modelled clock)")
     )
     sent, seconds = figure.subplots(1, 2)
     for pattern in PATTERNS:
-        of = [row for row in rows if row.pattern == pattern]
-        counts = [row.slices for row in of]
+        of = [row for row in rows if row["pattern"] == pattern]
+        counts = [row["slices"] for row in of]
         look: dict[str, Any] = {"color": _COLOURS[pattern], "marker": "o", "markersize": 3}
-        sent.plot(counts, [row.sent_bytes / 1e6 for row in of], label=pattern, **look)
-        seconds.plot(counts, [row.round_seconds for row in of], label=pattern, **look)
-        outside = [row.wan_bytes / 1e6 for row in of]
+        sent.plot(counts, [row["sent_bytes"] / 1e6 for row in of], label=pattern, **look)
+        seconds.plot(counts, [row["round_seconds"] for row in of], label=pattern, **look)
+        outside = [row["wan_bytes"] / 1e6 for row in of]
         sent.plot(counts, outside, label=f"{pattern}, to other regions", linestyle=":", **look)
     for axes in (sent, seconds):
         axes.set_xscale("log", base=2)
@@ -163,11 +175,11 @@ def plot_scaling(
         axes.grid(alpha=0.25)
         axes.set(xlabel="slices")
         for change in changes:
-            axes.axvline(change.slices, color="#404040", linewidth=1, linestyle=(0, (4, 3)))
+            axes.axvline(change["slices"], color="#808080", linewidth=1, linestyle=(0, (4, 3)))
     for change in changes:
         seconds.annotate(
-            f" {change.after} from {change.slices}",
-            (change.slices, 0.97),
+            f" {change['after']} from {change['slices']}",
+            (change["slices"], 0.97),
             xycoords=("data", "axes fraction"),
             rotation=90,
             va="top",

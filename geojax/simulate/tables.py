@@ -9,13 +9,12 @@ perplexity are those times the share of its tokens that each method needed in re
 model that is much smaller. Invariant: nothing is fitted to any other published figure.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tyro
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -30,6 +29,7 @@ from geojax.simulate.outcome import Outcome, outcome
 from geojax.simulate.report import write_figures
 from geojax.simulate.setting import make_setting
 from geojax.track.console import format_share
+from geojax.track.section import new_table
 from geojax.track.summary import common_target, load_run, summarise
 
 SIZES = ("150m", "300m", "500m")
@@ -40,6 +40,15 @@ PUBLISHED_TO_TARGET = {"diloco": 3.7, "halos": 2.0, "geomesh": 1.1}
 """Hours to the target perplexity at 150M."""
 PUBLISHED_IDLE = {"diloco": (0.209, 0.658), "geomesh": (0.026, 0.118)}
 """(straggler, WAN) shares of the run's time; of DiLoCo for the straggler's of the fastest GPU."""
+
+SIZE_NOTE = (
+    "Hours for 20 tokens a parameter, scaled so that DiLoCo at 150M takes the published 3.7 "
+    "(published: hours to the target perplexity)."
+)
+ABLATION_NOTE = (
+    "Hours for the same tokens, scaled so that DiLoCo takes the published 12.0. Idle: share of the "
+    "run, of the slice with most."
+)
 
 BY_SIZE = ("diloco", "halos", "streaming-diloco", "geomesh", "geomesh, overlapped")
 ABLATION = ("diloco", "balancing-only", "signs-only", "geomesh", "fp16", "int8")
@@ -64,39 +73,43 @@ def run_tables(options: TablesOptions) -> None:
     shares = tokens_to_target(options.runs) if options.runs else {}
     sizes = {size: {name: timed(name, size, options.wan) for name in BY_SIZE} for size in SIZES}
     ablation = {name: timed(name, "150m", options.wan) for name in ABLATION}
-    console.print(_size_table(sizes, shares))
-    console.print(
-        "Hours for 20 tokens a parameter, scaled so that DiLoCo at 150M takes the published 3.7 "
-        "(published: hours to the target perplexity)."
-    )
-    console.print(_ablation_table(ablation))
-    console.print(
-        "Hours for the same tokens, scaled so that DiLoCo takes the published 12.0. Idle: share of "
-        "the run, of the slice with most."
-    )
-    for line in disagreements(ablation):
+    content = tables_content(options.wan, sizes, ablation, shares)
+    console.print(size_table(content))
+    console.print(SIZE_NOTE)
+    console.print(ablation_table(content))
+    console.print(ABLATION_NOTE)
+    for line in disagreements(content["ablation_hours"]):
         console.print(line)
     console.print(f"Times: modelled clock, {options.wan}; nothing was trained.")
     if options.json:
-        content: dict[str, Any] = {
-            "wan": options.wan,
-            "units": {
-                "hours_by_size": "for 20 tokens a parameter; DiLoCo at 150M set to 3.7",
-                "hours_to_target": "hours_by_size at 150M times tokens_to_target",
-                "tokens_to_target": "share of DiLoCo's, in the runs given",
-                "ablation_hours": "for the same tokens; DiLoCo set to 12.0",
-                "idle": "shares of the run's time, of the slice with most",
-            },
-            "hours_by_size": {s: hours(row, 3.7, sizes["150m"]) for s, row in sizes.items()},
-            "tokens_to_target": shares,
-            "hours_to_target": _to_target(sizes["150m"], shares),
-            "published_to_target": PUBLISHED_TO_TARGET,
-            "ablation_hours": hours(ablation, 12.0, ablation),
-            "published_ablation_hours": PUBLISHED_HOURS,
-            "idle": {n: [o.straggler_idle, o.wan_idle] for n, o in ablation.items()},
-            "published_idle": PUBLISHED_IDLE,
-        }
         write_figures(options.json, content, console)
+
+
+def tables_content(
+    wan: str,
+    sizes: Mapping[str, Mapping[str, Outcome]],
+    ablation: Mapping[str, Outcome],
+    shares: Mapping[str, float],
+) -> dict[str, Any]:
+    """What tables and JSON show."""
+    return {
+        "wan": wan,
+        "units": {
+            "hours_by_size": "for 20 tokens a parameter; DiLoCo at 150M set to 3.7",
+            "hours_to_target": "hours_by_size at 150M times tokens_to_target",
+            "tokens_to_target": "share of DiLoCo's, in the runs given",
+            "ablation_hours": "for the same tokens; DiLoCo set to 12.0",
+            "idle": "shares of the run's time, of the slice with most",
+        },
+        "hours_by_size": {s: hours(row, 3.7, sizes["150m"]) for s, row in sizes.items()},
+        "tokens_to_target": shares,
+        "hours_to_target": _to_target(sizes["150m"], shares),
+        "published_to_target": PUBLISHED_TO_TARGET,
+        "ablation_hours": hours(ablation, 12.0, ablation),
+        "published_ablation_hours": PUBLISHED_HOURS,
+        "idle": {n: [o.straggler_idle, o.wan_idle] for n, o in ablation.items()},
+        "published_idle": PUBLISHED_IDLE,
+    }
 
 
 def timed(name: str, size: str, wan: str) -> Outcome:
@@ -167,10 +180,10 @@ def tokens_to_target(folders: Sequence[str]) -> dict[str, float]:
     return {name: sum(shares) / len(shares) for name, shares in found.items()}
 
 
-def disagreements(ablation: Mapping[str, Outcome]) -> list[str]:
+def disagreements(ablation_hours: Mapping[str, float]) -> list[str]:
     """Where the model and the published hours are more than a tenth apart."""
     lines = []
-    for name, value in hours(ablation, 12.0, ablation).items():
+    for name, value in ablation_hours.items():
         published = PUBLISHED_HOURS[name]
         if abs(value / published - 1) > 0.1:
             lines.append(
@@ -185,23 +198,24 @@ def _to_target(outcomes: Mapping[str, Outcome], shares: Mapping[str, float]) -> 
     return {n: h * shares[n.partition(", ")[0]] for n, h in found.items() if n in shares}
 
 
-def _size_table(sizes: Mapping[str, Mapping[str, Outcome]], shares: Mapping[str, float]) -> Table:
-    to_target = _to_target(sizes["150m"], shares)
-    columns: dict[str, Callable[[str], float | None]] = {
-        f"\n{size.upper()}": hours(row, 3.7, sizes["150m"]).get for size, row in sizes.items()
+def size_table(content: Mapping[str, Any]) -> Table:
+    """Hours by method and size, and to the target where runs were given."""
+    columns: dict[str, Mapping[str, float]] = {
+        f"\n{size.upper()}": row for size, row in content["hours_by_size"].items()
     }
-    if shares:
-        columns["to target\n150M"] = to_target.get
-    columns["published\n150M"] = PUBLISHED_TO_TARGET.get
-    table = _new("\nhours", *columns)
+    if content["hours_to_target"]:
+        columns["to target\n150M"] = content["hours_to_target"]
+    columns["published\n150M"] = content["published_to_target"]
+    table = new_table("\nhours", *columns)
     for name in BY_SIZE:
-        values = [column(name) for column in columns.values()]
+        values = [column.get(name) for column in columns.values()]
         table.add_row(name, *("-" if v is None else f"{v:.2f}" for v in values))
     return table
 
 
-def _ablation_table(ablation: Mapping[str, Outcome]) -> Table:
-    table = _new(
+def ablation_table(content: Mapping[str, Any]) -> Table:
+    """Hours and idle shares by method, beside the published ones."""
+    table = new_table(
         "\nablation",
         "\nhours",
         "\npublished",
@@ -210,23 +224,15 @@ def _ablation_table(ablation: Mapping[str, Outcome]) -> Table:
         "WAN\nidle",
         "\npublished",
     )
-    for name, value in hours(ablation, 12.0, ablation).items():
-        o, idle = ablation[name], PUBLISHED_IDLE.get(name)
+    for name, value in content["ablation_hours"].items():
+        idle, published = content["idle"][name], content["published_idle"].get(name)
         table.add_row(
             name,
             f"{value:.1f}",
-            f"{PUBLISHED_HOURS[name]:.1f}",
-            format_share(o.straggler_idle),
-            format_share(idle[0]) if idle else "-",
-            format_share(o.wan_idle),
-            format_share(idle[1]) if idle else "-",
+            f"{content['published_ablation_hours'][name]:.1f}",
+            format_share(idle[0]),
+            format_share(published[0]) if published else "-",
+            format_share(idle[1]),
+            format_share(published[1]) if published else "-",
         )
-    return table
-
-
-def _new(first: str, *headings: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column(first, no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
     return table

@@ -8,17 +8,21 @@ inputs, comes to; one that comes out otherwise is named.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import TypeAdapter
-from rich import box
 from rich.table import Table
 
-from geojax.cona.decision import replay
+from geojax.cona.decision import Known, replay
+from geojax.cona.rules import RateRule
+from geojax.cona.score import score
 from geojax.config import ConaConfig, ScalingConfig
 from geojax.track.console import format_count, format_seconds, format_share
-from geojax.track.metrics import Record, read_records
+from geojax.track.metrics import Record
+from geojax.track.section import new_table
 from geojax.track.summary import Run
+
+_LARGE_NOISE = 1e18  # stands for the upper end of an interval that has none
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Stay:
     """A part of the run under one strategy."""
 
     strategy: str
+    batch: int
     begin_tokens: int
     end_tokens: int
     seconds: float
@@ -39,6 +44,7 @@ class Stay:
 def stays(run: Run) -> list[Stay]:
     """In order; one for a run that never changed its strategy."""
     reasons = {r["round"]: r["why"] for r in run.switches}
+    batches = {r["round"]: r["batch"] for r in run.slices}
     found: list[Stay] = []
     begin = 0
     rounds: list[Record] = []
@@ -49,6 +55,7 @@ def stays(run: Run) -> list[Stay]:
         found.append(
             Stay(
                 rounds[0]["strategy"],
+                batches[rounds[0]["round"]],
                 begin,
                 rounds[-1]["tokens"],
                 sum(r["round_seconds"] for r in rounds),
@@ -66,9 +73,78 @@ def stays(run: Run) -> list[Stay]:
     return found
 
 
+class Score(NamedTuple):
+    """Of the best strategy of one batch, as one decision knew it, over the present one's."""
+
+    tokens: int
+    """Of the run, when it was decided."""
+    batch: int
+    strategy: str
+    seconds: float
+    """A step, expected."""
+    timed: bool
+    score: float
+    """At the noise as it was measured; `low` and `high`: over its interval."""
+    low: float
+    high: float
+
+
+def scores(run: Run) -> list[Score]:
+    """Of every decision that knew the noise, by batch; empty where none was made."""
+    rule = _rate_rule(run) if run.decisions else None
+    return [score for record in run.decisions for score in _scores_of(record, rule)]
+
+
+def _scores_of(record: Record, rule: RateRule | None) -> list[Score]:
+    now = record["inputs"]
+    if now["noise"] is None:
+        return []
+    options = [Known(*option) for option in now["options"]]
+    value, low, high = now["noise"]
+    noises = [low if value is None else value, low, _LARGE_NOISE if high is None else high]
+    noises = [min(noise, _LARGE_NOISE) for noise in noises]
+
+    def worths(option: Known) -> list[float]:
+        return [score(option.seconds, option.batch, noise, rule) for noise in noises]
+
+    present = worths(next(o for o in options if o.name == now["present"]))
+    if not all(present):  # it makes no progress, and nothing can be said over it
+        return []
+    best: dict[int, tuple[list[float], Known]] = {}
+    for option in options:
+        found = worths(option)
+        if option.batch not in best or found[0] > best[option.batch][0][0]:
+            best[option.batch] = found, option
+    scored = []
+    for batch, (found, option) in sorted(best.items()):
+        over = [a / b for a, b in zip(found, present, strict=True)]
+        if all(over):
+            ends = (min(over), max(over))
+            of = (option.name, option.seconds, option.timed)
+            scored.append(Score(record["tokens"], batch, *of, over[0], *ends))
+    return scored
+
+
+def score_table(run: Run) -> Table | None:
+    """What the last decision that knew the noise thought of the best strategy of each batch."""
+    every = scores(run)
+    if not every:
+        return None
+    table = new_table("strategy", "batch", "a step", "score", "interval")
+    for found in (s for s in every if s.tokens == every[-1].tokens):
+        table.add_row(
+            found.strategy,
+            str(found.batch),
+            format_seconds(found.seconds) + ("" if found.timed else " (predicted)"),
+            f"{found.score:.3f}",
+            f"{found.low:.3f}-{found.high:.3f}",
+        )
+    return table
+
+
 def chain_table(run: Run) -> Table:
     """Strategies in order, with the reason of each."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table = new_table()
     for heading, right in (
         ("from", True),
         ("strategy", False),
@@ -91,7 +167,7 @@ def chain_table(run: Run) -> Table:
 
 def chain_notes(run: Run) -> list[str]:
     """What switching cost, which strategies could not run, and whether a replay agrees."""
-    switches, refused, decisions = run.switches, run.refused, _records(run, "decision")
+    switches, refused, decisions = run.switches, run.refused, run.decisions
     notes = []
     if switches:
         seconds = sum(r["switch_seconds"] for r in (*switches, *refused))
@@ -112,14 +188,11 @@ def chain_notes(run: Run) -> list[str]:
 
 def _replayed(run: Run, decisions: Sequence[Record]) -> list[bool]:
     cona = TypeAdapter(ConaConfig).validate_json(json.dumps(run.start["cona"]))
-    scaling = run.start["scaling"] and TypeAdapter(ScalingConfig).validate_json(
-        json.dumps(run.start["scaling"])
-    )
-    rule = scaling.rate_rule() if scaling else None
-    return [recorded == again for recorded, again in replay(decisions, cona, rule)]
+    return [recorded == again for recorded, again in replay(decisions, cona, _rate_rule(run))]
 
 
-def _records(run: Run, kind: str) -> list[Record]:
-    last = run.rounds[-1]["round"]
-    path = Path(run.folder) / "metrics.jsonl"
-    return [r for r in read_records(path) if r["kind"] == kind and r["round"] <= last]
+def _rate_rule(run: Run) -> RateRule | None:
+    scaling = run.start["scaling"]
+    if not scaling:
+        return None
+    return TypeAdapter(ScalingConfig).validate_json(json.dumps(scaling)).rate_rule()

@@ -1,27 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs side by side: a table, pictures and `report.json`.
 
-Invariant: every figure is computed from runs whose accounting holds, on one clock, against one
-target perplexity; the table, the pictures and the JSON show the same figures.
+Invariant: every figure is computed from runs whose accounting holds; runs stand in one table where
+they are on one clock and were evaluated on the same text, against one target perplexity. The table,
+the pictures, the page and the JSON show the same figures.
 """
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from geojax.config import require
-from geojax.track.chain import chain_notes, chain_table
+from geojax.track.chain import chain_notes, chain_table, score_table
 from geojax.track.console import format_bytes, format_count, format_seconds, format_share
+from geojax.track.facts import config_of, facts_of
 from geojax.track.metrics import to_json, write_atomically
 from geojax.track.plots import plot_chain, plot_gantt, plot_idle, plot_perplexity
+from geojax.track.section import (
+    Block,
+    Picture,
+    Section,
+    new_console,
+    new_table,
+    print_sections,
+    save_pictures,
+)
 from geojax.track.summary import (
+    PARTS,
     UNITS,
     Run,
     Summary,
@@ -33,6 +46,22 @@ from geojax.track.summary import (
 )
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Runs whose times and perplexities compare."""
+
+    runs: tuple[Run, ...]
+    names: tuple[str, ...]
+    target: float
+    """Perplexity."""
+    rule: str
+    """Where the target is from."""
+
+    @property
+    def summaries(self) -> list[Summary]:
+        return [summarise(run, self.target) for run in self.runs]
+
+
 def report(
     folders: Sequence[Path | str], out: Path | None, json_path: Path | None, target: float | None
 ) -> None:
@@ -40,76 +69,63 @@ def report(
 
     Pictures go into the folder `out` and the figures into `json_path`, where given. Without a
     `target` perplexity it is 1.02 times the worst final one. Raises ConfigError for a folder that
-    is not a run with results, for accounts that do not add up, and for runs of different clocks.
+    is not a run with results, and for accounts that do not add up.
     """
     require(folders, "there is nothing to report; give at least one run folder")
-    runs = [load_run(folder) for folder in folders]
-    for run in runs:
-        check_accounting(run)
-    clocks = {run.start["clock"] for run in runs}
-    require(
-        len(clocks) == 1,
-        f"runs have different clocks, {sorted(clocks)}, and their times do not compare; report "
-        "each clock's runs apart",
-    )
-    require(target is None or target > 1, f"target perplexity {target} must be above 1")
-    rule = "as given" if target is not None else "1.02 times the worst final perplexity"
-    target = common_target(runs) if target is None else target
-    names = labels(runs)
-    summaries = [summarise(run, target) for run in runs]
-    reached = [(s.hours_to_target, n) for s, n in zip(summaries, names, strict=True)]
-    slowest = max((pair for pair in reached if pair[0] is not None), default=None)
+    compared = compare([load_run(folder) for folder in folders], target)
+    publish(sections_of(compared), compared, out, json_path, new_console())
 
-    console = Console(highlight=False)
-    console.print(_table(names, summaries, slowest[0] if slowest else None))
-    notes = [f"Target perplexity {target:.4g}: {rule}.", _provenance(runs)]
-    if slowest and len(runs) > 1:
-        notes.append(f"Speed-up: over {slowest[1]}, the slowest to reach the target.")
-    notes.append("Idle: share of the run's time, of the slice that waited most.")
-    for run, name in zip(runs, names, strict=True):
-        if run.end is None:
-            notes.append(f"{name} has not ended: its figures are up to round {len(run.rounds)}.")
-    for note in notes:
-        console.print(Text(note))
-    for run, name in zip(runs, names, strict=True):
-        if _chained(run):
-            console.print(Text(f"\n{name}: its chain of strategies", style="bold"))
-            console.print(chain_table(run))
-        for note in chain_notes(run):
-            console.print(Text(f"{name}: {note}"))
 
-    written = []
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        written += [out / f"{name}.png" for name in ("perplexity", "gantt", "idle")]
-        plot_perplexity(runs, written[0], target)
-        plot_gantt(runs, written[1])
-        plot_idle(runs, written[2])
-        for run, name in zip(runs, names, strict=True):
-            if _chained(run):
-                written.append(out / f"chain-{name.replace('/', '-')}.png")
-                plot_chain(run, written[-1])
+def publish(
+    sections: Sequence[Section],
+    compared: Sequence[Comparison],
+    out: Path | None,
+    json_path: Path | None,
+    console: Console,
+) -> None:
+    """Print `sections`, and write their pictures and the figures of the runs."""
     if json_path is not None:
-        packages = dict.fromkeys(package for run in runs for package in run.start["versions"])
-        write_json(
-            json_path,
-            summaries,
-            clock=clocks.pop(),
-            target_perplexity=target,
-            machine=_distinct(run.start["machine"] for run in runs),
-            versions={
-                package: _distinct(run.start["versions"].get(package, "none") for run in runs)
-                for package in packages
-            },
+        require(
+            len(compared) == 1,
+            f"--json is for runs that compare, and here are {len(compared)} groups of them that do "
+            "not; report each apart",
         )
+    print_sections(sections, console)
+    written = [] if out is None else save_pictures(sections, out)
+    if json_path is not None:
+        _write_comparison(json_path, compared[0])
         written.append(json_path)
     for path in written:
         console.print(Text(f"wrote {path}"), soft_wrap=True)
 
 
-def _chained(run: Run) -> bool:
-    """Whether it is of one cluster whose strategy changed."""
-    return bool(run.switches) and {record["slice"] for record in run.slices} == {"all"}
+def compare(runs: Sequence[Run], target: float | None) -> list[Comparison]:
+    """Groups of runs on one clock that were evaluated on the same text, in order.
+
+    ConfigError for accounts that do not add up, a folder given twice, and a target that is none.
+    """
+    for run in runs:
+        check_accounting(run)
+    require(target is None or target > 1, f"target perplexity {target} must be above 1")
+    rule = "as given" if target is not None else "1.02 times the worst final perplexity"
+    groups: dict[str, list[tuple[Run, str]]] = {}
+    for run, name in zip(runs, labels(runs), strict=True):
+        groups.setdefault(_comparable(run), []).append((run, name))
+    found = []
+    for pairs in groups.values():
+        of = tuple(run for run, _ in pairs)
+        names = tuple(name for _, name in pairs)
+        found.append(Comparison(of, names, common_target(of) if target is None else target, rule))
+    return found
+
+
+def sections_of(compared: Sequence[Comparison]) -> list[Section]:
+    """Comparisons, each with its runs behind it."""
+    found = []
+    for group in compared:
+        found.append(_comparison_section(group, alone=len(compared) == 1))
+        found += [_run_section(r, n) for r, n in zip(group.runs, group.names, strict=True)]
+    return found
 
 
 def write_json(
@@ -134,10 +150,11 @@ def write_json(
     write_atomically(path, json.dumps(to_json(content), indent=2, allow_nan=False) + "\n")
 
 
-def _table(
+def summary_table(
     names: Sequence[str], summaries: Sequence[Summary], slowest_hours: float | None
 ) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    """A line a run; speed-ups are over a run that took `slowest_hours` to the target."""
+    table = new_table()
     table.add_column("\nrun", overflow="fold")
     table.add_column("to\ntarget", justify="right", max_width=7)  # "not reached" on two lines
     for heading in (
@@ -152,7 +169,7 @@ def _table(
     for name, summary in zip(names, summaries, strict=True):
         hours, ratio = summary.hours_to_target, summary.payload_ratio
         table.add_row(
-            Text(name),
+            name,
             "not reached" if hours is None else format_seconds(hours * 3600),
             f"{slowest_hours / hours:.2f}x" if hours and slowest_hours else "-",
             f"{summary.final_perplexity:.2f}",
@@ -162,6 +179,165 @@ def _table(
             "-" if ratio is None else f"{ratio:.1f}x",
         )
     return table
+
+
+def slowest(names: Sequence[str], summaries: Sequence[Summary]) -> tuple[float, str] | None:
+    """Hours and name of the last to reach the target; None where none does."""
+    pairs = zip((s.hours_to_target for s in summaries), names, strict=True)
+    return max(((hours, name) for hours, name in pairs if hours is not None), default=None)
+
+
+def target_notes(
+    target: float | None, rule: str, last: tuple[float, str] | None, several: bool
+) -> list[str]:
+    """How a table of summaries is to be read, but for what its times are of."""
+    notes = []
+    if target is not None:
+        notes.append(f"Target perplexity {target:.4g}" + (f": {rule}." if rule else "."))
+    if last and several:
+        notes.append(f"Speed-up: over {last[1]}, the slowest to reach the target.")
+    return [*notes, "Idle: share of the run's time, of the slice that waited most."]
+
+
+def _comparison_section(group: Comparison, alone: bool) -> Section:
+    runs, names, summaries = group.runs, group.names, group.summaries
+    last = slowest(names, summaries)
+    first, *others = target_notes(group.target, group.rule, last, len(runs) > 1)
+    notes = [first, _provenance(runs), *others]
+    for run, name in zip(runs, names, strict=True):
+        if run.end is None:
+            notes.append(f"{name} has not ended: its figures are up to round {len(run.rounds)}.")
+    clock, text = runs[0].start["clock"], _held_out(runs[0])
+    if clock == "modelled":
+        clock = f"modelled, {format_count(runs[0].start['clocked_params'])} parameters"
+    title = "Runs" if alone else f"Runs: {clock}" + (f"; {text}" if text else "")
+    table = summary_table(names, summaries, last[0] if last else None)
+    target = group.target
+    pictures = [
+        Picture(
+            "perplexity",
+            f"Held-out perplexity over time ({clock}) and over tokens; a star where a run reaches "
+            f"{target:.4g}.",
+            lambda path: plot_perplexity(runs, path, target, names),
+        )
+    ]
+    waits = [
+        Picture(
+            "gantt",
+            f"What each slice did in the first rounds, on one time axis ({clock}).",
+            lambda path: plot_gantt(runs, path, names=names),
+        ),
+        Picture(
+            "idle",
+            f"How each slice's time divides into compute and waits ({clock}).",
+            lambda path: plot_idle(runs, path, names),
+        ),
+    ]
+    return Section(
+        title,
+        (Block("" if alone else title, table, tuple(notes)),),
+        tuple(pictures if all(_one_cluster(run) for run in runs) else pictures + waits),
+        live=any(run.end is None for run in runs),
+    )
+
+
+def _run_section(run: Run, name: str) -> Section:
+    note = "Batch, steps and loss: of the last round. Shares: of the run's time."
+    blocks = [Block("each slice", _slice_table(run), (note,), aside=True)]
+    pictures = []
+    if _chained(run):
+        blocks.append(Block("its chain of strategies", chain_table(run)))
+        about = "Batch and noise scale over tokens, and what each batch scored in every decision."
+        pictures.append(Picture(f"chain-{name}", about, partial(plot_chain, run)))
+    scored = score_table(run)
+    if scored is not None:
+        note = "Score: progress a second over the present strategy's; interval: over the noise's."
+        blocks.append(Block("scores in its last decision", scored, (note,)))
+    notes = chain_notes(run)
+    if notes:
+        blocks.append(Block(notes=tuple(notes)))
+    return Section(
+        name,
+        tuple(blocks),
+        tuple(pictures),
+        facts_of(run),
+        config_of(run),
+        lead=f"{name}: ",
+        live=run.end is None,
+    )
+
+
+def _slice_table(run: Run) -> Table:
+    """How the time of each slice divides, and what it did in its last round."""
+    waits = {"wan": "WAN"}
+    table = new_table("slice", "batch", "steps", "loss", "tokens", *PARTS)
+    for column in table.columns[-len(PARTS) :]:
+        column.header = waits.get(str(column.header), str(column.header))
+    tokens: dict[str, int] = {}
+    for record in run.slices:
+        tokens[record["slice"]] = tokens.get(record["slice"], 0) + record.get("tokens", 0)
+    last = {record["slice"]: record for record in run.slices}
+    for name, parts in run.shares().items():
+        record = last[name]
+        loss = record.get("loss")
+        table.add_row(
+            name,
+            str(record.get("batch", "-")),
+            str(record.get("steps", "-")),
+            "-" if loss is None else f"{loss:.4f}",
+            format_count(tokens[name]),
+            *(format_share(parts[part]) for part in PARTS),
+        )
+    return table
+
+
+def _write_comparison(path: Path, group: Comparison) -> None:
+    runs = group.runs
+    packages = dict.fromkeys(package for run in runs for package in run.start["versions"])
+    write_json(
+        path,
+        group.summaries,
+        clock=runs[0].start["clock"],
+        target_perplexity=group.target,
+        machine=_distinct(run.start["machine"] for run in runs),
+        versions={
+            package: _distinct(run.start["versions"].get(package, "none") for run in runs)
+            for package in packages
+        },
+    )
+
+
+def _chained(run: Run) -> bool:
+    """Whether it is of one cluster whose strategy changed."""
+    return bool(run.switches) and _one_cluster(run)
+
+
+def _one_cluster(run: Run) -> bool:
+    return {record["slice"] for record in run.slices} == {"all"}
+
+
+def _comparable(run: Run) -> str:
+    """What runs have in common whose times and perplexities compare: clock, what that stands for,
+    and the text that they were evaluated on."""
+    clock = run.start["clock"]
+    clocked = run.start["clocked_params"] if clock == "modelled" else None
+    data, shown = run.config.get("data"), run.config.get("eval")
+    if isinstance(data, dict):
+        data = {key: value for key, value in data.items() if key != "seed"}
+    first = shown.get("first") if isinstance(shown, dict) else None
+    return json.dumps([clock, clocked, _set(data), first or 0], sort_keys=True)
+
+
+def _set(value: Any) -> Any:
+    """`value` without fields that are empty, as those are that an older config does not have."""
+    if isinstance(value, dict):
+        return {key: kept for key, item in value.items() if (kept := _set(item))}
+    return value
+
+
+def _held_out(run: Run) -> str:
+    """Which text, where that is known."""
+    return next((value for label, value in facts_of(run) if label == "text"), "")
 
 
 def _provenance(runs: Sequence[Run]) -> str:

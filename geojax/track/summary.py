@@ -5,10 +5,11 @@ Invariant: a loaded `Run` has at least one finished round and one evaluation, an
 records of finished rounds only. Seconds and hours are those of the run's clock.
 """
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,10 @@ class Run:
     """Of strategy, each after the round it names."""
     refused: tuple[Record, ...] = ()
     """Strategies that could not run, tried after the round they name."""
+    decisions: tuple[Record, ...] = ()
+    """Of CONA, each after the round it names."""
+    config: Record = field(default_factory=dict)
+    """As its config.json has it."""
 
     @property
     def seconds(self) -> float:
@@ -93,6 +98,10 @@ class Summary:
     tokens_to_target: float | None
 
 
+class NoResultsError(ConfigError):
+    """Of a run that has nothing to show yet, though it may once it has gone on."""
+
+
 def load_run(folder: Path | str) -> Run:
     """The run in `folder`. Raises ConfigError where that is no run, or one without results yet."""
     folder = Path(folder)
@@ -101,13 +110,15 @@ def load_run(folder: Path | str) -> Run:
         (folder / "config.json").is_file(),
         f"{folder} is not a run folder (it has no config.json); give the folder of a run",
     )
-    require(path.is_file(), f"{folder} has no metrics.jsonl; the run has not begun")
+    if not path.is_file():
+        raise NoResultsError(f"{folder} has no metrics.jsonl; the run has not begun")
     records = read_records(path)
     by_kind = defaultdict(list)
     for record in records:
         by_kind[record["kind"]].append(record)
     for kind, missing in (("start", "start record"), ("round", "round"), ("eval", "evaluation")):
-        require(by_kind[kind], f"{path} has no {missing} yet; let the run go on, then try again")
+        if not by_kind[kind]:
+            raise NoResultsError(f"{path} has no {missing} yet; let the run go on, then try again")
     finished = {record["round"] for record in by_kind["round"]}
     return Run(
         name=folder.resolve().name,
@@ -119,7 +130,18 @@ def load_run(folder: Path | str) -> Run:
         end=records[-1] if records[-1]["kind"] == "end" else None,
         switches=tuple(r for r in by_kind["switch"] if r["round"] in finished),
         refused=tuple(r for r in by_kind["refused"] if r["round"] in finished),
+        decisions=tuple(r for r in by_kind["decision"] if r["round"] in finished),
+        config=_config(folder / "config.json"),
     )
+
+
+def _config(path: Path) -> Record:
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON ({error}); give the folder of a run") from error
+    require(isinstance(config, dict), f"{path} is not a config; give the folder of a run")
+    return config
 
 
 def check_accounting(run: Run) -> None:

@@ -21,7 +21,7 @@ from geojax.geomesh.clock import (
 from geojax.simulate.command import simulate
 from geojax.simulate.outcome import outcome
 from geojax.simulate.rounds import run_rounds
-from geojax.simulate.scaling import print_scaling, scaling
+from geojax.simulate.scaling import print_scaling, scaling, scaling_content
 from geojax.simulate.setting import make_setting, with_modelled_clock
 from geojax.simulate.speeds import Change, Speeds, parse_change
 
@@ -143,7 +143,7 @@ def test_auto_takes_the_fastest_and_scaling_shows_where_it_changes():
             best.round_seconds
         )
     text = io.StringIO()
-    print_scaling(rows, changes, config, Console(file=text, width=80))
+    print_scaling(scaling_content(rows, changes, config), Console(file=text, width=80))
     assert "From 5 slices on, hub takes over from two_phase." in text.getvalue()
     assert max(map(len, text.getvalue().splitlines())) <= 80
 

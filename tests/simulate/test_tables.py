@@ -36,7 +36,7 @@ def test_the_ablation_agrees_where_compute_and_bytes_explain_it(ablation):
     # The published 65.8 % of synchronisation alone would give these.
     for name, ratio in (("fp16", 2), ("int8", 4)):
         assert found[name] == pytest.approx(12 * (0.342 + 0.658 / ratio), rel=0.01)
-    assert [line.split(":")[0] for line in disagreements(ablation)] == [
+    assert [line.split(":")[0] for line in disagreements(found)] == [
         "signs-only",
         "fp16",
         "int8",

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from matplotlib import rc_context
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
@@ -63,9 +64,19 @@ def test_gantt_gives_all_runs_one_time_axis(runs, tmp_path):
     assert np.ptp(fast) / np.ptp(slow) == pytest.approx(162 / 322, rel=0.02)
 
 
+def test_names_are_drawn_as_they_are(make_run, tmp_path):
+    names = ["$x^{$", "_hidden", "$a$ and $b$"]
+    given = [load_run(make_run(str(i), method=name)) for i, name in enumerate(names)]
+    with rc_context({"svg.fonttype": "none"}):
+        plot_perplexity(given, tmp_path / "p.svg", 30.0)
+    text = (tmp_path / "p.svg").read_text()
+    for name in names:
+        assert f"{name}: " in text  # in the legend, as text and no formula
+
+
 def test_neither_jax_nor_pyplot_is_imported():
     code = (
-        "import sys, geojax.track.report, geojax.track.environment\n"
+        "import sys, geojax.report.command, geojax.track.environment\n"
         "found = {'jax', 'matplotlib'} & set(sys.modules)\n"
         "assert not found, found"
     )

@@ -8,7 +8,8 @@ from datetime import date
 import pytest
 
 from geojax.config import ConfigError
-from geojax.track.report import report
+from geojax.track.report import compare, report
+from geojax.track.summary import load_run
 
 
 @pytest.fixture
@@ -110,9 +111,35 @@ def test_pictures_are_written_beside_each_other(folders, tmp_path, capsys):
     assert f"wrote {tmp_path / 'new' / 'out' / 'idle.png'}" in capsys.readouterr().out
 
 
-def test_times_of_different_clocks_are_not_compared(make_run):
-    with pytest.raises(ConfigError, match="different clocks"):
-        report([make_run("a"), make_run("b", clock="measured")], None, None, None)
+def test_times_of_different_clocks_are_not_compared(make_run, tmp_path, capsys):
+    folders = [make_run("a"), make_run("b", clock="measured"), make_run("c", wan_seconds=220.0)]
+    report(folders, None, None, None)
+    text = capsys.readouterr().out
+    modelled, measured = text.split("\nRuns: ")[1:]
+    assert modelled.startswith("modelled")
+    assert measured.startswith("measured")
+    assert "2.00x" not in measured  # a run alone has nobody to be faster than
+    assert "Speed-up: over c" in modelled
+    with pytest.raises(ConfigError, match="2 groups"):
+        report(folders, None, tmp_path / "report.json", None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups"),
+    [
+        ({"data": {"seq_len": 96}}, 2),
+        ({"data": {"seq_len": 128, "seed": 7, "new_field": ""}, "eval": {"sequences": 2}}, 1),
+        ({"data": {"seq_len": 128}, "eval": {"first": 256}}, 2),
+    ],
+)
+def test_only_what_was_evaluated_on_the_same_text_is_compared(make_run, changes, groups):
+    configs = [{"data": {"seq_len": 128, "seed": 0}}, changes]
+    runs = []
+    for name, config in zip("ab", configs, strict=True):
+        folder = make_run(name)
+        (folder / "config.json").write_text(json.dumps(config))
+        runs.append(load_run(folder))
+    assert len(compare(runs, None)) == groups
 
 
 def test_false_accounts_are_not_reported(folders):
