@@ -6,21 +6,17 @@ command that wrote it prints.
 """
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-from rich.table import Table
-
 from geojax.config import ConfigError
-from geojax.track.section import Block, Picture, Section
-
-type Content = Mapping[str, Any]
-type Parts = tuple[list[Block], list[Picture]]
+from geojax.report import parts
+from geojax.report.parts import Content, Parts
+from geojax.track.section import Block, Picture, Section, Target
 
 _MADE_BY = ("generated", "clock", "machine", "versions")
 
@@ -51,18 +47,32 @@ def read_results(path: Path) -> Section:
     if kind is None:
         has = f"it has {sorted(content)[:6]}" if isinstance(content, dict) else "it is no object"
         raise ConfigError(f"{path} holds no results that a report knows ({has}); {_WANTED}")
-    try:
+    with _readable_as(kind, path):
         blocks, pictures = kind.parts(content)
+    named = [
+        Picture(f"{path.stem}-{p.name}", p.about, partial(_draw, p, kind, path)) for p in pictures
+    ]
+    title = f"{path.name}: {kind.what}"
+    blocks = [Block(title, blocks[0].table, blocks[0].notes), *blocks[1:]]
+    return Section(title, tuple(blocks), tuple(named), _facts(path, content, kind.settings))
+
+
+@contextmanager
+def _readable_as(kind: _Kind, path: Path) -> Iterator[None]:
+    """What goes wrong inside is the file's fault."""
+    try:
+        yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
             f"{path} looks like {kind.what}, and cannot be read as that ({type(error).__name__}: "
             f"{first}); write it again with `{kind.command}`"
         ) from error
-    named = [Picture(f"{path.stem}-{p.name}", p.about, p.draw) for p in pictures]
-    title = f"{path.name}: {kind.what}"
-    blocks = [Block(title, blocks[0].table, blocks[0].notes), *blocks[1:]]
-    return Section(title, tuple(blocks), tuple(named), _facts(path, content, kind.settings))
+
+
+def _draw(picture: Picture, kind: _Kind, path: Path, target: Target) -> None:
+    with _readable_as(kind, path):
+        picture.draw(target)
 
 
 def _fits(content: Any, kind: _Kind) -> bool:
@@ -73,147 +83,6 @@ def _fits(content: Any, kind: _Kind) -> bool:
     results = content["results"]
     first = results[0] if isinstance(results, list) and results else None
     return isinstance(first, dict) and kind.items <= set(first)
-
-
-def _depths(content: Content) -> Parts:
-    from geojax.bicache.depth import Depths, ShareProfile
-    from geojax.bicache.depth_report import depth_lines, depth_table, plot_profiles
-
-    profiles = TypeAdapter(tuple[ShareProfile, ...]).validate_python(content["profiles"])
-    depths = Depths(tuple((float(share), int(depth)) for share, depth in content["steps"]))
-    blocks = [Block(table=depth_table(profile)) for profile in profiles]
-    lines = depth_lines(depths, len(profiles[0].key_cosine))
-    about = (
-        "Cosine of keys and values of the prefix alone to those of the whole request, by layer; "
-        "and what reuse below a depth does to predictions."
-    )
-    picture = Picture("profile", about, partial(plot_profiles, profiles))
-    return [*blocks, Block(notes=tuple(lines))], [picture]
-
-
-def _bicache(content: Content) -> Parts:
-    from geojax.bench.bicache_table import Result, loss_tables
-
-    results = TypeAdapter(tuple[Result, ...]).validate_python(content["results"])
-    return [Block(table=table) for table in loss_tables(results)], []
-
-
-def _guard(content: Content) -> Parts:
-    from geojax.bench.guard_table import Watch, alarm_line, watch_table
-
-    found = TypeAdapter(tuple[Watch, ...]).validate_python(content["watches"])
-    return [Block(table=watch_table(found), notes=(alarm_line(found),))], []
-
-
-def _serve(content: Content) -> Parts:
-    from geojax.bench.serve_table import load_table, plot_load
-
-    about = "Share of answered requests that had their first text, and their end, by a time."
-    picture = Picture("answers", about, partial(plot_load, content))
-    return [Block(table=load_table(content))], [picture]
-
-
-def _geomesh(content: Content) -> Parts:
-    from geojax.bench.geomesh import bench_note, bench_table
-
-    table, note = bench_table(content["summary"]), bench_note(len(content["seeds"]))
-    return [Block(table=table, notes=(note,))], []
-
-
-def _tune(content: Content) -> Parts:
-    from geojax.bench.geomesh import tune_table
-
-    return [Block(table=tune_table(content["results"]))], []
-
-
-def _cona(content: Content) -> Parts:
-    from geojax.bench.cona_outcome import Figures
-    from geojax.bench.cona_tables import change_table, demand_table, method_table
-
-    adapter, by_model = TypeAdapter(Figures), dict[str, list[Figures]]()
-    for result in content["results"]:
-        changes = [
-            change | {"crossing": math.inf if change["crossing"] is None else change["crossing"]}
-            for change in result["changes"]
-        ]
-        figures = adapter.validate_python(result | {"changes": changes})
-        by_model.setdefault(figures.model, []).append(figures)
-    blocks = []
-    for found in by_model.values():
-        gone = tuple(f"missing: seed {o.seed}, {name}" for o in found for name in o.missing)
-        tables: list[Table] = [method_table(found), demand_table(found), change_table(found[0])]
-        blocks += [Block(table=table) for table in tables]
-        blocks.append(Block(notes=gone))
-    return blocks, []
-
-
-def _runs(content: Content) -> Parts:
-    from geojax.track.report import slowest, summary_table, target_notes
-    from geojax.track.summary import Summary
-
-    adapter = TypeAdapter(Summary)
-    summaries = []
-    for result in content["results"]:
-        final = result["final_perplexity"]
-        given = result | {"final_perplexity": math.inf if final is None else final}
-        summaries.append(adapter.validate_python(given))
-    names = [s.method for s in summaries]
-    if len(set(names)) < len(names):
-        names = [f"{s.method} seed {s.seed}" for s in summaries]
-    last = slowest(names, summaries)
-    notes = target_notes(content["target_perplexity"], "", last, len(summaries) > 1)
-    times = f"Times: {content['clock']} clock."
-    table = summary_table(names, summaries, last[0] if last else None)
-    return [Block(table=table, notes=(*notes, times))], []
-
-
-def _simulated(content: Content) -> Parts:
-    from geojax.simulate.outcome import Outcome, outcome_table, plot_straggler_idle
-
-    results = [dict(result) for result in content["results"]]
-    names = [result.pop("variant") for result in results]
-    found = TypeAdapter(list[Outcome]).validate_python(results)
-    first = found[0]
-    changes = [
-        f"{change['slice']} at speed {change['factor']:g} from {change['at_seconds']:g} s on."
-        for change in content["changes"]
-    ]
-    note = (
-        f"{first.method}: {first.slices} slices in {first.regions} regions of {first.wan}, by "
-        f"{first.pattern}. Times: modelled clock; nothing was trained."
-    )
-    pictures = []
-    if by_round := content.get("straggler_idle_by_round"):
-        about = "Straggler idle of each round, of the slice with most (modelled clock)."
-        pictures.append(Picture("straggler", about, partial(plot_straggler_idle, by_round)))
-    table = outcome_table(dict(zip(names, found, strict=True)))
-    return [Block(table=table, notes=(note, *changes))], pictures
-
-
-def _scaling(content: Content) -> Parts:
-    from geojax.simulate.scaling import plot_scaling, scaling_lines, scaling_table
-
-    about = "Bytes sent and round time by pattern; dashed where the fastest one changes."
-    picture = Picture("scaling", about, partial(plot_scaling, content))
-    table, lines = scaling_table(content), scaling_lines(content)
-    return [Block(table=table, notes=tuple(lines))], [picture]
-
-
-def _tables(content: Content) -> Parts:
-    from geojax.simulate.tables import (
-        ABLATION_NOTE,
-        SIZE_NOTE,
-        ablation_table,
-        disagreements,
-        size_table,
-    )
-
-    notes = (ABLATION_NOTE, *disagreements(content["ablation_hours"]))
-    times = f"Times: modelled clock, {content['wan']}; nothing was trained."
-    return [
-        Block(table=size_table(content), notes=(SIZE_NOTE,)),
-        Block(table=ablation_table(content), notes=(*notes, times)),
-    ], []
 
 
 def _facts(path: Path, content: Content, settings: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -254,7 +123,7 @@ _KINDS = (
         "profile depth",
         "profiles steps criterion",
         "",
-        _depths,
+        parts.depths_parts,
         "revision builder criterion bound length count",
     ),
     _kind(
@@ -262,7 +131,7 @@ _KINDS = (
         "bench bicache",
         "examples results",
         "cell accuracy bound",
-        _bicache,
+        parts.bicache_parts,
         "examples seq_len steps",
     ),
     _kind(
@@ -270,7 +139,7 @@ _KINDS = (
         "bench guard --json",
         "watches revision",
         "",
-        _guard,
+        parts.guard_parts,
         "revision every",
     ),
     _kind(
@@ -278,33 +147,40 @@ _KINDS = (
         "bench serve --json",
         "model_id mean_ttft_ms requests",
         "",
-        _serve,
+        parts.serve_parts,
         "model_id num_prompts request_rate burstiness max_concurrency",
     ),
     _kind(
-        "methods over seeds", "bench geomesh", "summary results seeds", "method", _geomesh, "seeds"
+        "methods over seeds",
+        "bench geomesh",
+        "summary results seeds",
+        "method",
+        parts.geomesh_parts,
+        "seeds",
     ),
-    _kind("settings tried", "bench tune", "results seeds", "method setting", _tune, "seeds"),
+    _kind(
+        "settings tried", "bench tune", "results seeds", "method setting", parts.tune_parts, "seeds"
+    ),
     _kind(
         "CONA beside other methods",
         "bench cona",
         "demands results",
         "ratios changes seconds",
-        _cona,
+        parts.cona_parts,
     ),
     _kind(
         "runs side by side",
         "report --json",
         "target_perplexity results",
         "hours_to_target wan_idle",
-        _runs,
+        parts.runs_parts,
     ),
     _kind(
         "a run simulated",
         "simulate --json",
         "plan results",
         "variant round_seconds",
-        _simulated,
+        parts.simulated_parts,
         "regions loss jitter_seconds seed",
     ),
     _kind(
@@ -312,7 +188,7 @@ _KINDS = (
         "simulate --scaling --json",
         "codec results",
         "pattern wan_bytes",
-        _scaling,
+        parts.scaling_parts,
         "method",
     ),
     _kind(
@@ -320,7 +196,7 @@ _KINDS = (
         "simulate tables --json",
         "hours_by_size ablation_hours",
         "",
-        _tables,
+        parts.tables_parts,
     ),
 )
 

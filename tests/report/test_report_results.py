@@ -206,3 +206,12 @@ def test_what_is_no_result_is_named(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError, match=rf"some\.json.*{message}"):
         read_results(path)
+
+
+def test_what_cannot_be_drawn_is_named_too(tmp_path):
+    content, _, _ = _serve()
+    path = tmp_path / "some.json"
+    path.write_text(json.dumps(to_json(content | {"requests": [5]})))
+    (picture,) = read_results(path).pictures
+    with pytest.raises(ConfigError, match=r"some\.json looks like a server under load"):
+        picture.draw(tmp_path / "picture.png")
