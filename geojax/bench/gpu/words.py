@@ -72,8 +72,8 @@ def _device(found: dict[str, Any]) -> list[str]:
 def _kernels(found: dict[str, Any]) -> list[str]:
     worst: dict[str, list[float]] = {}
     for row in found.get("checked", []):
-        error = row.get("gradient_error", row["error"])
-        worst.setdefault(row["kernel"], []).append(_number(error))
+        errors = [row["error"], row.get("gradient_error", 0.0)]
+        worst.setdefault(row["kernel"], []).append(max(map(_number, errors)))
     return [f"{k}: {len(v)} cases, largest error {max(v):.1e}" for k, v in worst.items()]
 
 
