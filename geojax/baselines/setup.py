@@ -105,7 +105,9 @@ def run_steps(
         return False
 
     worker.run(setup.sequences, share, span, go_on)
-    return worker.progress
+    done = worker.progress
+    worker.end_round()  # the next begins from what is shared, where the method says so
+    return done
 
 
 def added(a: RoundProgress, b: RoundProgress) -> RoundProgress:
