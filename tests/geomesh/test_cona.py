@@ -49,6 +49,8 @@ from geojax.models.config import TransformerConfig
 from geojax.track.metrics import read_records
 from geojax.track.summary import check_accounting, load_run
 
+pytestmark = pytest.mark.xdist_group("slices under CONA")  # programs are compiled once a process
+
 SEQ_LEN, VOCAB = 16, 257
 MODEL = TransformerConfig(VOCAB, dim=16, layers=2, heads=2, kv_heads=2, mlp_dim=24)
 QUIET = Console(quiet=True)

@@ -42,6 +42,8 @@ from geojax.launch import processes
 from geojax.track.metrics import read_records
 from geojax.track.summary import check_accounting, load_run, summarise
 
+pytestmark = pytest.mark.xdist_group("overlap")  # programs are compiled once a process
+
 ROUND_SECONDS = 4.0  # of inner steps, the same for all slices
 
 

@@ -107,7 +107,7 @@ FEW = [
 ]
 ALL = [
     *(
-        pytest.param(*case, id="-".join(case), marks=() if i < 2 else pytest.mark.full)
+        pytest.param(*case, id="-".join(case), marks=() if i < 1 else pytest.mark.full)
         for i, case in enumerate(FEW)
     ),
     *(
