@@ -13,7 +13,7 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not full and not runs" --durations 10
 
-# Whole runs as a user starts them: every command in README, and runs that are killed.
+# Whole runs as a user starts them: every command in README, examples, a wheel, a model's recipe.
 test-runs: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 -m "runs and not full" --durations 0
 

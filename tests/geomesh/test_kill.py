@@ -153,6 +153,7 @@ def whole(tmp_path_factory, config, text) -> list[dict]:
 
 
 @pytest.mark.runs
+@pytest.mark.full  # two minutes; make test kills slices of their own (test_wan_kill)
 def test_five_kills_and_a_sigterm_change_no_number(tmp_path, config, text, whole):
     folder = prepare_run(tmp_path / "run", config)
     rng = random.Random()  # random moments are the point; what failed is in the message
