@@ -21,7 +21,7 @@ LAB_WAN = "geomesh-azure-no-latency"
 def measured(config: RunConfig) -> RunConfig:
     """The same run by the measured clock, a process a slice."""
     slices = tuple(replace(s, speed=None, gpu="", gpus=1) for s in config.slices)
-    return with_grpc(replace(config, clock=ClockConfig(), slices=slices))
+    return replace(with_grpc(config), clock=ClockConfig(), slices=slices)
 
 
 def method(name: str, tokens: int | None = None, slices: Sequence[int] | None = None) -> RunConfig:
