@@ -34,6 +34,8 @@ class Agreed:
         """At the border before."""
         self.considered: dict[str, Any] | None = None
         """CONA: fields of the `plan` record of this border."""
+        self.likely: Plan | None = None
+        """CONA: may be the next plan."""
         self.changed: tuple[Plan, Decision] | None = None
         """The plan before, and why, where this border changed it."""
 
@@ -91,7 +93,7 @@ class Agreed:
         self.planner = Planner(config, plan, profiles, seconds or 0.0)
         self._speeds = Speeds(profiles, seconds or 0.0)
         self.data, self.border, self.tokens_before = Border(), 0, 0
-        self.considered = self.changed = None
+        self.considered = self.likely = self.changed = None
 
     def _close(self, history: History) -> None:
         """The next round is over."""
@@ -107,7 +109,7 @@ class Agreed:
             [facts[i]["steps"] if i in facts else 0 for i in every],
             [_moments(facts[i]["noise"]) if i in facts else {} for i in every],
         )
-        self.considered = self.changed = None
+        self.considered = self.likely = self.changed = None
         if self._enough(self.data.merged):
             return
         replan = self._config.balance.replan is not None
@@ -119,7 +121,7 @@ class Agreed:
         before = self.plan
         if self._config.cona:
             situation, decision = self.planner.propose(number, self.data.merged)
-            self.considered = record(situation, decision)
+            self.considered, self.likely = record(situation, decision), decision.best
         elif replan:
             members = entry["merged"]
             decision = self._speeds.propose(self.plan, members, self._config.balance)

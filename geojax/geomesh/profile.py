@@ -7,7 +7,7 @@ Invariant: what does not compile, or runs out of memory, is left out; the rest i
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from geojax.config import ConfigError, RunConfig
 from geojax.data import empty_batch
 from geojax.geomesh.balance import Option, SliceProfile
+from geojax.geomesh.options import MakeProgram
 from geojax.meshes.aot import compiled_memory
 from geojax.meshes.strategy import Strategy
 from geojax.models.transformer import Params
@@ -25,9 +26,6 @@ from geojax.train.step import TrainState, init_state
 
 _LOG = logging.getLogger(__name__)
 _SECONDS = 0.3  # of steps to time, at least
-
-
-MakeProgram = Callable[[tuple[jax.Device, ...], Strategy], Program]
 
 
 def measured_profiles(

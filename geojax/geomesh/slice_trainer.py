@@ -28,7 +28,7 @@ from geojax.geomesh.balance import Plan
 from geojax.geomesh.checkpoint import abstract_slice, checkpoint_tree
 from geojax.geomesh.clock import modelled_exchange_seconds, traffic
 from geojax.geomesh.layout import make_layout
-from geojax.geomesh.options import choices, work_strategy
+from geojax.geomesh.options import Preparer, choices, work_strategy
 from geojax.geomesh.outer import OuterStep, digest
 from geojax.geomesh.parts import (
     chunk_steps,
@@ -90,6 +90,7 @@ class SliceTrainer:
             raise ConfigError(str(error)) from error
         task = make_task(config)
         self._program = cache(lambda row, strategy: Program(task, strategy, row))
+        self._preparer = Preparer(config, self._program)
         if config.init:
             params = read_init(config.init, config.model)
         else:
@@ -144,6 +145,7 @@ class SliceTrainer:
             self._save(mid_round=True)
             return False
         finally:
+            self._preparer.close()
             self._checkpoints.wait()
         return True
 
@@ -219,6 +221,8 @@ class SliceTrainer:
             self._record("plan", tokens=tokens, **agreed.considered)
         if self._plan != agreed.plan:
             self._take_up()
+        if agreed.likely:
+            self._preparer.prepare(agreed.likely, [self.worker])
         interval = self.config.checkpoint.every_rounds
         if not first and (self.finished or (interval and self.border % interval == 0)):
             self._save(mid_round=self.worker.sent is not None)

@@ -72,6 +72,8 @@ class Decision:
     """Progress a second over the present plan's, at the noise as known."""
     gain_low: float = 1.0
     """The least of that over the noise's interval."""
+    best: Plan | None = None
+    """At the noise as known, where that is another one than `plan`: likely to be the next."""
 
 
 def decide(
@@ -81,13 +83,14 @@ def decide(
     keep = partial(Decision, "keep", now.plan)
     if now.noise is None:
         return keep("the noise is not known yet")
-    if now.rounds_here < cona.dwell_rounds:
-        return keep(f"{now.rounds_here} of {cona.dwell_rounds} rounds since the last change")
     value, low, high = now.noise
     expected = low if value is None else value
     plan = make_plan(now.profiles, balance, now.exchange_seconds, _worth(expected, rule))
     if plan == now.plan:
         return keep(f"the plan is the best one at noise {expected:.3g}")
+    if now.rounds_here < cona.dwell_rounds:
+        reason = f"{now.rounds_here} of {cona.dwell_rounds} rounds since the last change"
+        return keep(reason, best=plan)
     ends = (low, math.inf if high is None else high)
     gain, *others = (_gain(plan, now, noise, rule) for noise in (expected, *ends))
     least = min(gain, *others)
@@ -97,7 +100,7 @@ def decide(
     if least > 1 + cona.margin and saved > now.change_seconds:
         reason = f"saves {saved:.3g} s of {left:.3g}, or more, and costs {now.change_seconds:.3g} s"
         return Decision("change", plan, reason, gain, least)
-    return keep(f"{plan} may be {gain:.3f} times as fast, {least:.3f} at least", gain, least)
+    return keep(f"{plan} may be {gain:.3f} times as fast, {least:.3f} at least", gain, least, plan)
 
 
 def record(now: Situation, decision: Decision) -> dict[str, Any]:
@@ -106,19 +109,22 @@ def record(now: Situation, decision: Decision) -> dict[str, Any]:
 
 
 def replay(
-    records: Iterable[Mapping[str, Any]], config: RunConfig
+    records: Iterable[Mapping[str, Any]],
+    balance: BalanceConfig,
+    cona: ConaConfig,
+    rule: RateRule | None,
 ) -> list[tuple[Decision, Decision]]:
     """(as recorded, as computed again) of each `plan` record."""
-    assert config.cona is not None, "only CONA changes plans"
     pairs = []
     for item in records:
         inputs, recorded = dict(item["inputs"]), dict(item["decision"])
         for fields in (inputs, recorded):
             fields["plan"] = read_plan(fields["plan"]["work"])
+        if recorded.get("best"):
+            recorded["best"] = read_plan(recorded["best"]["work"])
         inputs["profiles"] = read_profiles(inputs["profiles"])
         inputs["noise"] = inputs["noise"] and tuple(inputs["noise"])
-        again = decide(Situation(**inputs), config.balance, config.cona, _rule(config))
-        pairs.append((Decision(**recorded), again))
+        pairs.append((Decision(**recorded), decide(Situation(**inputs), balance, cona, rule)))
     return pairs
 
 

@@ -33,7 +33,7 @@ from geojax.geomesh.clock import (
 )
 from geojax.geomesh.exchange import MeshExchange
 from geojax.geomesh.layout import make_layout
-from geojax.geomesh.options import choices, work_strategy
+from geojax.geomesh.options import Preparer, choices, work_strategy
 from geojax.geomesh.outer import OuterCopy, OuterStep, check_digests, digest
 from geojax.geomesh.parts import (
     chunk_steps,
@@ -96,6 +96,7 @@ class Trainer:
             raise ConfigError(str(error)) from error
         task = make_task(config)
         self._program = cache(lambda row, strategy: Program(task, strategy, row))
+        self._preparer = Preparer(config, self._program)
         if config.init:
             params = read_init(config.init, config.model)
         else:
@@ -157,6 +158,12 @@ class Trainer:
 
     def run(self, console: RunConsole) -> bool:
         """Train to the end; False if it was stopped before. Either way the state is saved."""
+        try:
+            return self._run(console)
+        finally:
+            self._preparer.close()
+
+    def _run(self, console: RunConsole) -> bool:
         total, position = self.config.train.total_tokens, self.position
         if not self.resumed:
             self._evaluation(console)
@@ -229,6 +236,8 @@ class Trainer:
         situation, decision = self._planner.propose(position.round, position.cursor)
         self._metrics.write("plan", **facts, **record(situation, decision))
         if decision.kind == "keep":
+            if decision.best:
+                self._preparer.prepare(decision.best, self.workers)
             return
         started = time.perf_counter()
         with self._watchdog.pause():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from geojax.config import ConfigError, require
+from geojax.report.plans import plan_blocks
 from geojax.report.results import read_results
 from geojax.track.report import Comparison, compare, sections_of
 from geojax.track.section import Section
@@ -39,7 +40,7 @@ class Inputs:
 
     def sections(self) -> list[Section]:
         """Runs, then files."""
-        return [*sections_of(self.compared), *self.results]
+        return [*sections_of(self.compared, plan_blocks), *self.results]
 
 
 def read_inputs(paths: Sequence[str], target: float | None, wait: bool) -> Inputs:

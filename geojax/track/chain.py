@@ -177,18 +177,20 @@ def chain_notes(run: Run) -> list[str]:
         notes.append(f"Switches: {counted}; {format_seconds(seconds)}, {share} of the run.")
     notes += [f"Left out: {r['strategy']}: {r['why']}" for r in refused]
     if decisions:
-        same = _replayed(run, decisions)
-        wrong = [r["round"] for r, agrees in zip(decisions, same, strict=True) if not agrees]
-        agree = "all the same" if not wrong else f"those of rounds {wrong} come out otherwise"
-        notes.append(
-            f"Decisions: {len(decisions)}, each computed again from its recorded inputs: {agree}."
-        )
+        cona = TypeAdapter(ConaConfig).validate_json(json.dumps(run.start["cona"]))
+        notes.append(agreement(decisions, replay(decisions, cona, _rate_rule(run))))
     return notes
 
 
-def _replayed(run: Run, decisions: Sequence[Record]) -> list[bool]:
-    cona = TypeAdapter(ConaConfig).validate_json(json.dumps(run.start["cona"]))
-    return [recorded == again for recorded, again in replay(decisions, cona, _rate_rule(run))]
+def agreement(records: Sequence[Record], pairs: Sequence[tuple[object, object]]) -> str:
+    """Whether decisions, as recorded and as computed again, are the same."""
+    wrong = [
+        record["round"]
+        for record, (recorded, again) in zip(records, pairs, strict=True)
+        if recorded != again
+    ]
+    agree = "all the same" if not wrong else f"those of rounds {wrong} come out otherwise"
+    return f"Decisions: {len(records)}, each computed again from its recorded inputs: {agree}."
 
 
 def _rate_rule(run: Run) -> RateRule | None:

@@ -7,7 +7,7 @@ the pictures, the page and the JSON show the same figures.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -120,12 +120,15 @@ def compare(runs: Sequence[Run], target: float | None) -> list[Comparison]:
     return found
 
 
-def sections_of(compared: Sequence[Comparison]) -> list[Section]:
-    """Comparisons, each with its runs behind it."""
+def sections_of(
+    compared: Sequence[Comparison], more: Callable[[Run], Sequence[Block]] = lambda run: ()
+) -> list[Section]:
+    """Comparisons, each with its runs behind it; `more`: what else there is to say of a run."""
     found = []
     for group in compared:
         found.append(_comparison_section(group, alone=len(compared) == 1))
-        found += [_run_section(r, n) for r, n in zip(group.runs, group.names, strict=True)]
+        for run, name in zip(group.runs, group.names, strict=True):
+            found.append(_run_section(run, name, more(run)))
     return found
 
 
@@ -193,7 +196,7 @@ def _comparison_section(group: Comparison, alone: bool) -> Section:
     )
 
 
-def _run_section(run: Run, name: str) -> Section:
+def _run_section(run: Run, name: str, more: Sequence[Block]) -> Section:
     note = "Batch, steps and loss: of the last round. Shares: of the run's time."
     blocks = [Block("each slice", _slice_table(run), (note,), aside=True)]
     pictures = []
@@ -210,7 +213,7 @@ def _run_section(run: Run, name: str) -> Section:
         blocks.append(Block(notes=tuple(notes)))
     return Section(
         name,
-        tuple(blocks),
+        (*blocks, *more),
         tuple(pictures),
         facts_of(run),
         config_of(run),

@@ -54,6 +54,8 @@ class Run:
     """Strategies that could not run, tried after the round they name."""
     decisions: tuple[Record, ...] = ()
     """Of CONA, each after the round it names."""
+    plans: tuple[Record, ...] = ()
+    """Decisions of CONA over slices, the same."""
     config: Record = field(default_factory=dict)
     """As its config.json has it."""
 
@@ -131,6 +133,7 @@ def load_run(folder: Path | str) -> Run:
         switches=tuple(r for r in by_kind["switch"] if r["round"] in finished),
         refused=tuple(r for r in by_kind["refused"] if r["round"] in finished),
         decisions=tuple(r for r in by_kind["decision"] if r["round"] in finished),
+        plans=tuple(r for r in by_kind["plan"] if r["round"] in finished),
         config=_config(folder / "config.json"),
     )
 

@@ -218,6 +218,12 @@ class Program:
                 self._compiled[steps, probe] = self.lower(steps, probe).compile()
             return self._compiled[steps, probe]
 
+    def compile_all(self, steps: int) -> None:
+        """All that training in chunks of `steps` will run, but for evaluations."""
+        self.compile(steps)
+        if self.wants_probes:
+            self.compile(1, probe=True)
+
     def run(
         self,
         state: TrainState,
@@ -398,9 +404,7 @@ class Programs:
 
     def _compile(self, strategy: Strategy) -> Program:
         program = Program(self.task, strategy, self.devices)
-        program.compile(self.steps)
-        if program.wants_probes:
-            program.compile(1, probe=True)
+        program.compile_all(self.steps)
         return program
 
 

@@ -3,10 +3,13 @@
 nothing is lost then."""
 
 import random
+import sys
+import threading
 import time
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import ClassVar
 
 import jax
@@ -41,6 +44,8 @@ from geojax.data import TrainSequences, prepare
 from geojax.geomesh import profile as profile_module
 from geojax.geomesh import steering
 from geojax.geomesh.balance import Option, SliceProfile, SliceWork, make_plan, progress_rate
+from geojax.geomesh.options import Preparer
+from geojax.geomesh.parts import chunk_steps
 from geojax.geomesh.steering import Situation, decide
 from geojax.geomesh.trainer import Trainer
 from geojax.geomesh.worker import Worker
@@ -175,6 +180,11 @@ def records(folder, kind):
     return [r for r in read_records(folder / "metrics.jsonl") if r["kind"] == kind]
 
 
+def replayed(config, folder):
+    rule = config.scaling.rate_rule()
+    return steering.replay(records(folder, "plan"), config.balance, config.cona, rule)
+
+
 def bits(tree) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
@@ -203,10 +213,21 @@ def test_batches_and_strategies_of_slices_follow_the_noise(
         sources[batch, steps].update(noise)
         observe(self, batch, samples, steps, noise)
 
+    prepared = []
+    really_prepare = Preparer.prepare
+
+    def preparing(self, plan, workers):
+        prepared.append((workers[0].work.batch, plan))
+        really_prepare(self, plan, workers)
+
     monkeypatch.setattr(NoiseWatch, "observe", listening)
+    monkeypatch.setattr(Preparer, "prepare", preparing)
+    monkeypatch.setattr(sys.modules[__name__], "LOUD_STEPS", 20)  # two rounds; one before it may
+    config = replace(config, cona=replace(config.cona, dwell_rounds=3))
     folder = tmp_path / "run"
     assert runs.start(config, folder, QUIET)
     (trainer,) = trainers.made
+    assert prepared == [(4, trainer.plan)]
 
     (switch,) = records(folder, "switch")
     assert switch["round"] == 3  # 12 steps a round; the first two are the dwell's
@@ -240,9 +261,42 @@ def test_batches_and_strategies_of_slices_follow_the_noise(
     assert sources[4, 8] == {"norms", "parts"}
     assert {"parts"} <= set.union(*(found for (b, _), found in sources.items() if b == 16))
     check_accounting(load_run(folder))
-    pairs = steering.replay(records(folder, "plan"), config)
+    pairs = replayed(config, folder)
     assert [recorded.kind for recorded, _ in pairs].count("change") == 1
     assert all(recorded == again for recorded, again in pairs)
+
+
+def test_what_may_be_next_is_compiled_beside_the_rounds_once_and_may_fail(config):
+    """A worker that waits for it, and one whose compiler is broken."""
+
+    class Fake:
+        def __init__(self, broken):
+            self.calls, self.broken, self.ready = [], broken, threading.Event()
+
+        def compile_all(self, steps):
+            self.calls.append((steps, threading.current_thread().name))
+            self.ready.set()
+            if self.broken:
+                raise jax.errors.JaxRuntimeError("INTERNAL: no such instruction")
+
+    programs = {}
+
+    def made(devices, strategy):
+        return programs.setdefault((devices, strategy), Fake(devices == "a"))
+
+    preparer = Preparer(config, made)
+    workers = [SimpleNamespace(index=i, devices="ab"[i]) for i in range(2)]
+    plan = make_plan(PROFILES, config.balance, 0.5, lambda batch: float(batch))
+    for _ in range(3):
+        preparer.prepare(plan, workers)
+    assert all(program.ready.wait(30) for program in programs.values())
+    preparer.close()
+    names = [str(strategy) for _, strategy in programs]
+    assert names == [w.strategy for w in plan.work]
+    for program in programs.values():
+        ((steps, thread),) = program.calls
+        assert steps == chunk_steps(config, plan)
+        assert thread.startswith("compile")
 
 
 def stop_at(round_number: int, chunks: int):
@@ -376,7 +430,7 @@ def test_an_option_that_fails_is_left_out_and_no_step_is_lost(
     copies = [bits((w.outer.params, w.outer.opt_state)) for w in trainer.workers]
     assert copies[0] == copies[1]
     check_accounting(load_run(folder))
-    assert all(a == b for a, b in steering.replay(records(folder, "plan"), config))
+    assert all(a == b for a, b in replayed(config, folder))
 
 
 @pytest.mark.parametrize(
