@@ -55,3 +55,11 @@ def test_a_machine_without_python_is_told_what_to_install(tmp_path):
     assert "geojax needs Python 3.12 or newer, and none was found" in done.stderr
     assert "apt-get install" in done.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.xdist_group("of its own")
+def test_tests_of_a_group_share_a_worker(request):
+    """And so what they compiled: some versions of pytest and xdist drop groups without a word."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.skip("all tests are in one process")
+    assert request.node.nodeid.endswith("@of its own")
