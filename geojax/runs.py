@@ -10,7 +10,7 @@ import fcntl
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -132,7 +132,7 @@ def _with_cluster(config: RunConfig, cluster: ClusterConfig) -> RunConfig:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[threading.Event]:
+def stop_on_signals() -> Generator[threading.Event]:
     """An event that SIGTERM and Ctrl-C set; a second signal acts as usual."""
     stop = threading.Event()
     before = {}
@@ -152,7 +152,7 @@ def stop_on_signals() -> Iterator[threading.Event]:
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path) -> Generator[None]:
     """No other process works on the run in `folder`; RunError where one does."""
     with (folder / "lock").open("w") as lock:
         try:

@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -314,7 +314,7 @@ def _version(package: str) -> str | None:
 
 
 @contextmanager
-def _libraries_unchecked() -> Iterator[None]:
+def _libraries_unchecked() -> Generator[None]:
     """JAX's search for plugins, in here, does not ask for the libraries that running needs."""
     name = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
     before = os.environ.get(name)
@@ -329,7 +329,7 @@ def _libraries_unchecked() -> Iterator[None]:
 
 
 @contextmanager
-def cudnn_unchecked() -> Iterator[None]:
+def cudnn_unchecked() -> Generator[None]:
     """Lower programs with cuDNN's attention where cuDNN is not installed: only its version is asked
     for, and the compiler needs no more.
 

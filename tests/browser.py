@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -91,7 +91,7 @@ class Page:
 
 
 @contextmanager
-def browser(folder: Path) -> Iterator[Page]:
+def browser(folder: Path) -> Generator[Page]:
     """`folder`: of its profile."""
     theirs_in, ours_out = os.pipe()
     ours_in, theirs_out = os.pipe()

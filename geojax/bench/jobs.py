@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -149,7 +149,7 @@ def _progress(job: _Job) -> str:
 
 
 @contextmanager
-def _ending(running: Iterable[_Job]) -> Iterator[None]:
+def _ending(running: Iterable[_Job]) -> Generator[None]:
     """However this command ends, its jobs save and end too."""
 
     def handle(number, frame):

@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,7 +50,7 @@ def iter_documents(source: SourceConfig, cache: Path) -> Iterator[Document]:
 
 
 @contextmanager
-def atomic(target: Path) -> Iterator[Path]:
+def atomic(target: Path) -> Generator[Path]:
     """A path beside `target` for a file or folder, renamed to `target` when the block succeeds.
 
     A folder that another process put at `target` first stays. After an error nothing is left; a

@@ -4,7 +4,7 @@
 Invariant: that of geojax.geomesh.timeline; the modelled clock looks at no measured second.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -150,7 +150,7 @@ def gpu_profile(name: str, job: Job, found: Sequence[Candidate]) -> SliceProfile
 
 
 @contextmanager
-def naming(name: str) -> Iterator[None]:
+def naming(name: str) -> Generator[None]:
     """Errors name the slice."""
     try:
         yield

@@ -7,7 +7,7 @@ slices.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,14 +29,14 @@ class Accounts:
     """What these took by then."""
 
     @contextmanager
-    def outer(self) -> Iterator[None]:
+    def outer(self) -> Generator[None]:
         """What is done in here is of the outer step."""
         started = time.perf_counter()
         yield
         self.outer_seconds += time.perf_counter() - started
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
+    def busy(self) -> Generator[None]:
         """What is done in here is no part of a round."""
         started = time.perf_counter()
         yield

@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -133,7 +133,7 @@ def take_part(
 
 
 @contextmanager
-def _stop() -> Iterator[threading.Event]:
+def _stop() -> Generator[threading.Event]:
     """An event that signals set, and the end of the launcher that started this process."""
     launcher = os.environ.get(LAUNCHER)
     with stop_on_signals() as stop:

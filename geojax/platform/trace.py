@@ -9,7 +9,7 @@ run XLA's operations.
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +51,7 @@ class Trace:
 
 
 @contextmanager
-def trace_steps(folder: Path) -> Iterator[Trace]:
+def trace_steps(folder: Path) -> Generator[Trace]:
     """Profile what runs inside; end with a wait for its results, or they are cut off.
 
     The yielded `Trace` is filled in afterwards. RunError where the folder cannot be written or

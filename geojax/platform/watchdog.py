@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -66,7 +66,7 @@ class Watchdog:
             self._last, self._what, self._beaten = now, what, True
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> Generator[None]:
         """No silence is counted inside: for phases of unknown length. Pauses can nest."""
         with self._lock:
             self._pauses += 1

@@ -6,7 +6,7 @@ command that wrote it prints.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -58,7 +58,7 @@ def read_results(path: Path) -> Section:
 
 
 @contextmanager
-def _readable_as(kind: _Kind, path: Path) -> Iterator[None]:
+def _readable_as(kind: _Kind, path: Path) -> Generator[None]:
     """What goes wrong inside is the file's fault."""
     try:
         yield

@@ -10,7 +10,7 @@ may change its own.
 import errno
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import chain, count
@@ -184,7 +184,7 @@ class Checkpoints:
             )
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _writing(self) -> Generator[None]:
         try:
             yield
         except Exception as error:  # whatever the storage raises, a full disk among it

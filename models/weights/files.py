@@ -8,7 +8,7 @@ every tensor back bit for bit; a folder that is being written appears whole or n
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -214,7 +214,7 @@ def _count(shape: Shape) -> int:
 
 
 @contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
+def _new_folder(target: Path) -> Generator[Path]:
     """A folder beside `target` that takes its name when the block succeeds."""
     require(
         not target.exists() or (target.is_dir() and not any(target.iterdir())),

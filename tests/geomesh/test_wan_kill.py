@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -77,7 +77,7 @@ class Fleet:
 
 
 @contextmanager
-def fleet_of(folder: Path, rounds: int) -> Iterator[Fleet]:
+def fleet_of(folder: Path, rounds: int) -> Generator[Fleet]:
     fleet = Fleet(folder, rounds)
     try:
         yield fleet

@@ -5,7 +5,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -151,7 +151,7 @@ def running(
     drain_seconds: float = 20.0,
     warm=None,
     stuck_seconds: float = 60.0,
-) -> Iterator[Live]:
+) -> Generator[Live]:
     limits = limits or Limits()
     metrics = Metrics("tiny")
     loop = EngineLoop(engine, pace or Pace(), metrics)
