@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A config that exists can run: every contradiction is refused with the value and the fix."""
 
+import ast
 import math
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 
 import pytest
 
+import geojax.config
+import geojax.meshes
 from geojax.config import (
     AnomalyConfig,
     BalanceConfig,
@@ -461,3 +465,18 @@ def test_auto_takes_the_schedule_that_sends_less(codec, slices, schedule):
     config = ExchangeConfig(codec=codec, error_feedback=codec != "fp32")
     assert config.resolve_schedule(slices) == schedule
     assert replace(config, schedule="gather").resolve_schedule(slices) == "gather"
+
+
+def test_every_field_is_read_by_what_runs():
+    """A knob that nothing but the config itself looks at does nothing."""
+    config = Path(geojax.config.__file__).parent
+    folders = (config.parent, Path(geojax.meshes.__file__).parent)
+    read = set()
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
+        if path.parent != config:
+            nodes = ast.walk(ast.parse(path.read_text()))
+            read |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    parts = {part for part in vars(geojax.config).values() if is_dataclass(part)}
+    assert RunConfig in parts
+    unread = [f"{p.__name__}.{f.name}" for p in parts for f in fields(p) if f.name not in read]
+    assert not unread
