@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -49,6 +50,9 @@ class ConaOptions(_Jobs):
     """Which."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Which, all models of one before the next."""
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """Of the learning rate, to a tenth; constant: a control, under which who spends tokens faster
+    is not further down a schedule. Give each a folder."""
 
 
 @dataclass(frozen=True)
@@ -74,4 +78,6 @@ def run_tune(options: TuneOptions) -> None:
 
 
 def run_cona(options: ConaOptions) -> None:
-    cona.run_cona(options.out, options.jobs, options.models, options.seeds, options.json)
+    cona.run_cona(
+        options.out, options.jobs, options.models, options.seeds, options.json, options.decay
+    )

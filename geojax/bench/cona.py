@@ -20,6 +20,7 @@ from geojax.bench.cona_greedy import run_greedy
 from geojax.bench.cona_methods import (
     MODELS,
     TUNE_SHARE,
+    Decay,
     Setting,
     by_cona,
     by_goodput,
@@ -32,6 +33,7 @@ from geojax.bench.cona_methods import (
     tune_config,
     tuned,
     tuned_batches,
+    with_decay,
 )
 from geojax.bench.cona_report import report
 from geojax.bench.jobs import run_all, run_here, stay_on_one_core
@@ -62,11 +64,11 @@ def run_cona(
     models: Sequence[str],
     seeds: Sequence[int],
     json_path: Path | None,
-    given: Mapping[str, RunConfig] | None = None,
+    decay: Decay = "cosine",
 ) -> None:
     """The experiment on these models and seeds, all models of one seed before the next seed.
 
-    `given`: runs by CONA in place of the experiment's own.
+    `decay`: of the learning rate.
     """
     require(models and seeds, "name at least one model and one seed")
     for model in models:
@@ -76,7 +78,7 @@ def run_cona(
         f"seeds {list(seeds)} must be at least 0, each once",
     )
     console = Console(highlight=False)
-    settings = [setting(model, (given or {}).get(model)) for model in models]
+    settings = [with_decay(setting(model), decay) for model in models]
     console.print(cost_table(settings, len(seeds)))
     console.print(
         "Convergence: real training. Times in all that follows: modelled clock, published models "

@@ -9,7 +9,7 @@ only who says which strategy is in force differs.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from geojax.cona.score import Leg, Option, envelope, fastest, predict_chain
 from geojax.config import ChainLeg, EvalConfig, RunConfig, ScalingConfig, with_chain, with_seed
@@ -22,6 +22,9 @@ TUNE_SHARE = 0.4
 _FIRST_FACTORS = (0.5, 1.0, 2.0)  # around the square root of the batch over the base batch
 _MOST_FACTORS = 6
 _ROUND_SEQUENCES = 256  # of a fixed strategy, whose rounds decide nothing: few enough to evaluate
+
+
+type Decay = Literal["cosine", "linear", "constant"]
 
 
 class Setting(NamedTuple):
@@ -50,6 +53,18 @@ def setting(name: str, config: RunConfig | None = None) -> Setting:
     found = candidates(config, ())  # the clock's cluster, whatever is here
     pairs = [Option(str(c.strategy), c.strategy.global_batch, c.step_seconds) for c in found]
     return Setting(name, config, tuple(fastest(pairs)))
+
+
+def with_decay(base: Setting, decay: Decay) -> Setting:
+    """With that learning rate after the warm-up; constant: at its peak to the end."""
+    train = base.config.train
+    schedule = replace(
+        train.schedule,
+        decay=decay,
+        final_fraction=1.0 if decay == "constant" else train.schedule.final_fraction,
+    )
+    config = replace(base.config, train=replace(train, schedule=schedule))
+    return base._replace(config=config)
 
 
 def tuned(base: Setting, rates: Mapping[int, float]) -> Setting:

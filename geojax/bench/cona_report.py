@@ -83,6 +83,7 @@ def _content(settings: Sequence[Setting], found: dict[str, list[Outcome]]) -> di
             name: {d.text: d.worst(o.figures for o in outcomes) for d in DEMANDS}
             for name, outcomes in found.items()
         },
+        "schedules": {base.name: asdict(base.config.train.schedule) for base in settings},
         "strategies": {
             base.name: [{"name": o.name, "step_seconds": o.seconds} for o in base.options]
             for base in settings

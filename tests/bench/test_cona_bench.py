@@ -30,6 +30,7 @@ from geojax.bench.cona_methods import (
     Setting,
     by_goodput,
     by_hand,
+    by_option,
     by_prediction,
     next_rates,
     predicted_legs,
@@ -37,6 +38,7 @@ from geojax.bench.cona_methods import (
     tune_config,
     tuned,
     tuned_batches,
+    with_decay,
 )
 from geojax.bench.cona_outcome import EARLY, SHARES, outcome
 from geojax.bench.cona_report import report
@@ -306,6 +308,16 @@ def test_what_is_asked_for_without_anything_to_do(tmp_path):
     with pytest.raises(ConfigError, match=r"seeds \[0, 0\] must be at least 0, each once"):
         run_cona(tmp_path, 1, ("gpt",), (0, 0), None)
     assert 0 < EARLY < SHARES[0]
+
+
+@pytest.mark.parametrize(("decay", "end"), [("cosine", 0.1), ("constant", 1.0), ("linear", 0.1)])
+def test_the_rate_decays_as_is_asked_for_in_every_run(decay, end):
+    base = with_decay(setting("gpt"), decay)
+    rates = tuned(base, {o.batch: 1e-3 for o in base.options})
+    for config in (base.config, by_option(rates, base.options[0], 0), by_hand(rates, 0)):
+        schedule = config.train.schedule
+        assert (schedule.decay, schedule.final_fraction) == (decay, end)
+        assert schedule.warmup_fraction == setting("gpt").config.train.schedule.warmup_fraction
 
 
 @pytest.fixture(scope="module")
