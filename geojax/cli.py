@@ -8,39 +8,42 @@ the user's ends in one message and exit code 2; a run that fails for another rea
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
 
-import tyro
-
-from geojax.config import (
-    ClusterConfig,
-    ConfigError,
-    RunConfig,
-    RunError,
-    require,
-    with_chain,
+from geojax.arguments import (
+    Convert,
+    Prepare,
+    ProfileStrategies,
+    ProfileTrace,
+    Resume,
+    Train,
+    has,
+    need_extra,
+    parse,
+    parse_config,
+    presets_help,
+    steered,
 )
+from geojax.config import ConfigError, RunConfig, RunError, require
 
 
 def train(args: list[str]) -> int:
     """Train a preset or a config file, or continue a run with --resume RUN."""
     from geojax import runs
 
-    if _has(args, "--slice") or _has(args, "--coordinator"):
+    if has(args, "--slice") or has(args, "--coordinator"):
         return _train_slice(args)
     if args and args[0] == "--resume":
-        options = _parse(_Resume, args[1:], "geojax train --resume")
+        options = parse(Resume, args[1:], "geojax train --resume")
         runs.resume(options.run, None, options.strategy, options.cluster)
         return 0
     if not args or args[0].startswith("-"):
-        return _presets_help("train", args)
-    args, config = _steered(args)
-    options = _parse_config(_Train, args, "train", config)
+        return presets_help("train", args)
+    args, config = steered(args)
+    options = parse_config(Train, args, "train", config)
     runs.start(options.config, options.out or Path("runs") / options.config.name)
     return 0
 
@@ -51,12 +54,12 @@ def _train_slice(args: list[str]) -> int:
     from geojax.launch.options import ResumeSlice, TrainSlice
 
     if args[0] == "--resume":
-        options = _parse(ResumeSlice, args[1:], "geojax train --resume")
+        options = parse(ResumeSlice, args[1:], "geojax train --resume")
         config = _runs().read_config(options.run / "config.json")
         folder = options.run / "slices" / options.slice
         processes.take_part(config, folder, options.slice, options.coordinator)
         return 0
-    options = _parse_config(TrainSlice, args, "train", _processes(args[0]))
+    options = parse_config(TrainSlice, args, "train", _processes(args[0]))
     require(
         options.slice and options.coordinator,
         "--slice NAME and --coordinator HOST:PORT go together; give both, or neither",
@@ -72,14 +75,14 @@ def coordinator(args: list[str]) -> int:
     from geojax.launch.options import ResumeCoordinator
 
     if args and args[0] == "--resume":
-        options = _parse(ResumeCoordinator, args[1:], "geojax coordinator --resume")
+        options = parse(ResumeCoordinator, args[1:], "geojax coordinator --resume")
         config = _runs().read_config(options.run / "config.json")
         if options.port is not None:
             config = replace(config, grpc=replace(config.grpc, port=options.port))
         return processes.exit_code(processes.coordinate(config, options.run))
     if not args or args[0].startswith("-"):
-        return _presets_help("coordinator", args)
-    options = _parse_config(_Train, args, "coordinator", _processes(args[0]))
+        return presets_help("coordinator", args)
+    options = parse_config(Train, args, "coordinator", _processes(args[0]))
     folder = options.out or Path("runs") / options.config.name
     if not (folder / "config.json").exists():
         _runs().begin_folder(options.config, folder)
@@ -92,18 +95,18 @@ def launch(args: list[str]) -> int:
     from geojax.launch.options import Launch, Relaunch
 
     if args and args[0] == "--resume":
-        options = _parse(Relaunch, args[1:], "geojax launch --resume")
+        options = parse(Relaunch, args[1:], "geojax launch --resume")
         local.relaunch(options.run, options.restarts)
         return 0
     if len(args) < 3 or args[0] != "--local" or args[2].startswith("-"):
         if args and args[0] in ("-h", "--help"):
-            return _presets_help("launch", args)
+            return presets_help("launch", args)
         raise ConfigError(
             "geojax launch wants --local N PRESET_OR_FILE, or --resume RUN, not "
             f"{' '.join(args[:3]) or 'nothing'!r}"
         )
     require(args[1].isdecimal(), f"--local {args[1]}: say how many slices, each a process")
-    options = _parse_config(Launch, args[2:], "launch --local N", _processes(args[2]))
+    options = parse_config(Launch, args[2:], "launch --local N", _processes(args[2]))
     folder = options.out or Path("runs") / options.config.name
     local.launch_local(options.config, folder, int(args[1]), options.restarts)
     return 0
@@ -123,44 +126,6 @@ def _runs():
     return runs
 
 
-def _has(args: list[str], name: str) -> bool:
-    return any(a == name or a.startswith(f"{name}=") for a in args)
-
-
-def _steered(args: list[str]) -> tuple[list[str], RunConfig]:
-    """--strategy TEXT and --chain FILE take the place of whatever way the preset goes by."""
-    from geojax.configs import load_config
-    from geojax.runs import read_chain
-
-    config = load_config(args[0])
-    both = [
-        name
-        for name in ("--strategy", "--chain")
-        if any(a == name or a.startswith(f"{name}=") for a in args)
-    ]
-    require(len(both) < 2, "--strategy and --chain are two ways to go; give one of them")
-    args = [part for arg in args for part in (arg.split("=", 1) if _steers(arg) else [arg])]
-    for name in ("--strategy", "--chain"):
-        if name not in args:
-            continue
-        place = args.index(name)
-        require(
-            len(args) > place + 1 and not args[place + 1].startswith("-"),
-            f"{name} wants a value: "
-            + ("dp1-tp1-pp1-mb4-gb16" if name == "--strategy" else "a JSON file of legs"),
-        )
-        value, args = args[place + 1], args[:place] + args[place + 2 :]
-        if name == "--strategy":
-            config = replace(config, strategy=value, chain=(), cona=None)
-        else:
-            config = with_chain(config, read_chain(Path(value)))
-    return args, config
-
-
-def _steers(arg: str) -> bool:
-    return arg.startswith(("--strategy=", "--chain="))
-
-
 def data(args: list[str]) -> int:
     """Tokenise ahead of time: geojax data prepare PRESET_OR_FILE."""
     if args[:1] != ["prepare"]:
@@ -168,12 +133,12 @@ def data(args: list[str]) -> int:
             f"geojax data knows only `prepare`, not {' '.join(args[:1]) or 'nothing'!r}"
         )
     if len(args) < 2 or args[1].startswith("-"):
-        return _presets_help("data prepare", args[1:])
+        return presets_help("data prepare", args[1:])
     from rich.console import Console
 
     from geojax.data import describe, prepare
 
-    config = _parse_config(_Prepare, args[1:], "data prepare").config
+    config = parse_config(Prepare, args[1:], "data prepare").config
     console = Console(highlight=False)
     corpus = prepare(config.data, config.model.vocab_size, progress=console.print)
     for label, value in describe(corpus):
@@ -185,7 +150,7 @@ def report(args: list[str]) -> int:
     """Runs and results side by side: tables, pictures, a page, JSON; --watch follows a run."""
     from geojax.report.command import ReportOptions, run_report, with_seconds
 
-    run_report(_parse(ReportOptions, with_seconds(args), "geojax report"))
+    run_report(parse(ReportOptions, with_seconds(args), "geojax report"))
     return 0
 
 
@@ -193,8 +158,21 @@ def demo(args: list[str]) -> int:
     """Train one small model by four methods over four unequal slices, and compare them."""
     from geojax.bench.commands import DemoOptions, run_demo
 
-    run_demo(_parse(DemoOptions, args, "geojax demo"))
+    run_demo(parse(DemoOptions, args, "geojax demo"))
     return 0
+
+
+_BENCHES = {
+    "geomesh": ("geojax.bench.commands", "GeomeshOptions", "run_geomesh"),
+    "tune": ("geojax.bench.commands", "TuneOptions", "run_tune"),
+    "cona": ("geojax.bench.commands", "ConaOptions", "run_cona"),
+    "bicache": ("geojax.bench.bicache", "BicacheOptions", "run_bicache"),
+    "throughput": ("geojax.bench.throughput", "ThroughputOptions", "run_throughput"),
+    "guard": ("geojax.bench.guard", "GuardOptions", "run_guard"),
+    "serve": ("geojax.bench.serve", "LoadOptions", "run_load"),
+    "paper": ("geojax.bench.paper", "PaperOptions", "run_paper"),
+}
+"""By name: a module, its options and what runs them."""
 
 
 def bench(args: list[str]) -> int:
@@ -202,10 +180,10 @@ def bench(args: list[str]) -> int:
     if not args or args[0] not in _BENCHES:
         raise ConfigError(f"geojax bench wants one of {[*_BENCHES]}, not {(args or [''])[0]!r}")
     if args[0] == "serve":
-        _need_extra("serve", "httpx2")
+        need_extra("serve", "httpx2")
     module, options, run = _BENCHES[args[0]]
     found = import_module(module)
-    getattr(found, run)(_parse(getattr(found, options), args[1:], f"geojax bench {args[0]}"))
+    getattr(found, run)(parse(getattr(found, options), args[1:], f"geojax bench {args[0]}"))
     return 0
 
 
@@ -213,7 +191,7 @@ def convert(args: list[str]) -> int:
     """Weights from a run, Hugging Face safetensors or GGUF, to safetensors."""
     from geojax.convert import run_convert
 
-    options = _parse(_Convert, args, "geojax convert")
+    options = parse(Convert, args, "geojax convert")
     run_convert(options.source, options.target, options.dtype)
     return 0
 
@@ -222,7 +200,7 @@ def evaluate(args: list[str]) -> int:
     """Perplexity of a model's weights on held-out text, or multiple choice with --tasks."""
     from geojax.score import EvalOptions, run_eval
 
-    run_eval(_parse(EvalOptions, args, "geojax eval"))
+    run_eval(parse(EvalOptions, args, "geojax eval"))
     return 0
 
 
@@ -230,41 +208,41 @@ def generate(args: list[str]) -> int:
     """Text from a diffusion model, shown while it is being denoised."""
     from geojax.generate import GenerateOptions, run_generate
 
-    run_generate(_parse(GenerateOptions, args, "geojax generate"))
+    run_generate(parse(GenerateOptions, args, "geojax generate"))
     return 0
 
 
 def serve(args: list[str]) -> int:
     """Answer HTTP requests as OpenAI's clients send them, by a diffusion model."""
-    _need_extra("serve", "fastapi", "prometheus_client", "uvicorn")
+    need_extra("serve", "fastapi", "prometheus_client", "uvicorn")
     from geojax.serve.command import run_serve
     from geojax.serve.options import ServeOptions
 
-    run_serve(_parse(ServeOptions, args, "geojax serve"))
+    run_serve(parse(ServeOptions, args, "geojax serve"))
     return 0
 
 
 def plan(args: list[str]) -> int:
     """Strategies that fit a cluster, or with --cluster FILE a whole run; needs no GPU."""
-    if _has(args, "--cluster"):
+    if has(args, "--cluster"):
         return _plan_whole(args)
     from geojax.plan.command import PlanOptions, run_plan
 
-    run_plan(_parse(PlanOptions, args, "geojax plan"))
+    run_plan(parse(PlanOptions, args, "geojax plan"))
     return 0
 
 
 def _plan_whole(args: list[str]) -> int:
     """A preset on a cluster of regions."""
     if args[0].startswith("-"):
-        return _presets_help("plan", args)
+        return presets_help("plan", args)
     from geojax.configs import load_config
     from geojax.configs.geomesh import over_slices
     from geojax.plan.whole_command import WholeOptions, run_whole
 
     preset = load_config(args[0])
     preset = preset if preset.slices else over_slices(preset)
-    run_whole(_parse_config(WholeOptions, args, "plan", preset), preset)
+    run_whole(parse_config(WholeOptions, args, "plan", preset), preset)
     return 0
 
 
@@ -273,35 +251,35 @@ def simulate(args: list[str]) -> int:
     if args and args[0] == "tables":
         from geojax.simulate.tables import TablesOptions, run_tables
 
-        run_tables(_parse(TablesOptions, args[1:], "geojax simulate tables"))
+        run_tables(parse(TablesOptions, args[1:], "geojax simulate tables"))
         return 0
     if not args or args[0].startswith("-"):
-        return _presets_help("simulate", args)
+        return presets_help("simulate", args)
     from geojax.simulate.command import SimulateOptions, run_simulate
 
-    run_simulate(_parse_config(SimulateOptions, args, "simulate"))
+    run_simulate(parse_config(SimulateOptions, args, "simulate"))
     return 0
 
 
 def profile(args: list[str]) -> int:
     """Time steps, or find how deep prefixes may be shared: profile strategies, trace, depth."""
-    known = {"strategies": _ProfileStrategies, "trace": _ProfileTrace}
+    known = {"strategies": ProfileStrategies, "trace": ProfileTrace}
     if args and args[0] == "depth":
         from geojax.bicache.table import DepthOptions, run_depth
 
-        run_depth(_parse(DepthOptions, args[1:], "geojax profile depth"))
+        run_depth(parse(DepthOptions, args[1:], "geojax profile depth"))
         return 0
     if not args or args[0] not in known:
         every = [*known, "depth"]
         raise ConfigError(f"geojax profile wants one of {every}, not {(args or [''])[0]!r}")
     if len(args) < 2 or args[1].startswith("-"):
-        return _presets_help(f"profile {args[0]}", args[1:])
-    options = _parse_config(known[args[0]], args[1:], f"profile {args[0]}")
+        return presets_help(f"profile {args[0]}", args[1:])
+    options = parse_config(known[args[0]], args[1:], f"profile {args[0]}")
     from geojax import platform
     from geojax import profile as profiles
 
     platform.apply(options.config.platform)
-    if isinstance(options, _ProfileTrace):
+    if isinstance(options, ProfileTrace):
         out = options.out or Path("runs") / f"trace-{options.config.name}"
         profiles.profile_trace(options.config, options.steps, out)
     else:
@@ -356,133 +334,6 @@ def main(args: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-
-
-@dataclass(frozen=True)
-class _Resume:
-    """Continue a run exactly where it stopped."""
-
-    run: tyro.conf.Positional[Path]
-    """Run folder."""
-    strategy: str | None = None
-    """Another strategy than before, such as dp2-tp2-pp2-mb1-gb16: on as many devices as it says."""
-    cluster: ClusterConfig = ClusterConfig()
-    """The processes that go on, where they are several."""
-
-
-@dataclass(frozen=True)
-class _Prepare:
-    """Any field of the config can be set; the data section decides the result."""
-
-    config: Annotated[RunConfig, tyro.conf.arg(name="")]
-
-
-@dataclass(frozen=True)
-class _Train:
-    """Any field of the config can be set."""
-
-    config: Annotated[RunConfig, tyro.conf.arg(name="")]
-    out: Path | None = None
-    """Run folder; unset: runs/NAME."""
-
-
-@dataclass(frozen=True)
-class _ProfileStrategies:
-    """Any field of the config can be set."""
-
-    config: Annotated[RunConfig, tyro.conf.arg(name="")]
-    strategies: tuple[str, ...] = ()
-    """Which; unset: all legal ones of the config's global batch on the devices there are."""
-    steps: int = 5
-    """Steps to time of each."""
-    out: Path | None = None
-    """File for the calibration that `geojax plan --calibration` reads."""
-
-
-@dataclass(frozen=True)
-class _ProfileTrace:
-    """Any field of the config can be set."""
-
-    config: Annotated[RunConfig, tyro.conf.arg(name="")]
-    steps: int = 3
-    """Steps to trace."""
-    out: Path | None = None
-    """Folder of the trace; unset: runs/trace-NAME."""
-
-
-@dataclass(frozen=True)
-class _Convert:
-    """Weights from a run, Hugging Face safetensors or GGUF, to safetensors."""
-
-    source: tyro.conf.Positional[Path]
-    """Folder of a run or of a Hugging Face checkpoint, or a .gguf file."""
-    target: tyro.conf.Positional[Path]
-    """New folder for safetensors, config.json and tokenizer.json."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the tensors written."""
-
-
-_BENCHES = {
-    "geomesh": ("geojax.bench.commands", "GeomeshOptions", "run_geomesh"),
-    "tune": ("geojax.bench.commands", "TuneOptions", "run_tune"),
-    "cona": ("geojax.bench.commands", "ConaOptions", "run_cona"),
-    "bicache": ("geojax.bench.bicache", "BicacheOptions", "run_bicache"),
-    "throughput": ("geojax.bench.throughput", "ThroughputOptions", "run_throughput"),
-    "guard": ("geojax.bench.guard", "GuardOptions", "run_guard"),
-    "serve": ("geojax.bench.serve", "LoadOptions", "run_load"),
-    "paper": ("geojax.bench.paper", "PaperOptions", "run_paper"),
-}
-"""By name: a module, its options and what runs them."""
-
-
-def _need_extra(extra: str, *modules: str) -> None:
-    """ConfigError where an optional package is not installed."""
-    missing = [name for name in modules if find_spec(name) is None]
-    require(
-        not missing,
-        f"this command needs {', '.join(missing)}; install it with `pip install 'geojax[{extra}]'`",
-    )
-
-
-def _parse[T](options: type[T], args: list[str], prog: str, default: T | None = None) -> T:
-    return tyro.cli(
-        options,
-        args=args,
-        prog=prog,
-        default=default,
-        config=(tyro.conf.AvoidSubcommands,),
-    )
-
-
-def _parse_config[T](
-    options: Callable[[RunConfig], T],
-    args: list[str],
-    command: str,
-    config: RunConfig | None = None,
-) -> T:
-    """Options over `config`, or the one that args[0] names."""
-    from geojax.configs import load_config
-
-    default = options(config or load_config(args[0]))
-    return _parse(type(default), args[1:], f"geojax {command} {args[0]}", default)
-
-
-def _presets_help(command: str, args: list[str]) -> int:
-    from geojax.configs import PRESETS
-
-    if args and args[0] not in ("-h", "--help"):
-        raise ConfigError(f"geojax {command} wants a preset or a file first, not {args[0]!r}")
-    lead = f"{command} --local N" if command == "launch" else command
-    print(f"usage: geojax {lead} PRESET_OR_FILE [--any.field value ...]")
-    if command in ("train", "launch", "coordinator"):
-        print(f"       geojax {command} --resume RUN")
-    if command == "train":
-        print("       geojax train PRESET_OR_FILE --slice NAME --coordinator HOST:PORT")
-    print("\npresets:")
-    for name, preset in PRESETS.items():
-        print(f"  {name:<23}{preset.line}")
-    print(f"\n`geojax {command} PRESET --help` lists every field.")
-    return 0 if args else 2
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import httpx2
 import pytest
 from tiny_serve import tiny_model, wait_until
 
-from geojax import cli
+from geojax import arguments, cli
 
 KEY = "a-key-that-nobody-may-see"
 
@@ -55,7 +55,7 @@ def test_a_port_that_is_taken_is_said(folder, capsys):
 
 
 def test_without_the_extra_it_says_what_to_install(folder, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
     assert cli.main(["serve", str(folder)]) == 2
     assert "pip install 'geojax[serve]'" in capsys.readouterr().err
 
