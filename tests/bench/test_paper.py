@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from geojax import cli
+from geojax import arguments, cli
 from geojax.bench import paper
 from geojax.bench.claims import CLAIMS, Claim, Figure
 from geojax.bench.paper import PARTS, PaperOptions, collect, commands, render, run_paper
@@ -174,7 +174,7 @@ def test_claims_read_parts_that_exist_and_the_rest_says_why():
 @pytest.mark.parametrize("name", PARTS)
 def test_commands_of_a_part_are_commands_of_geojax(name, tmp_path, monkeypatch):
     # Their options are read; what they would do is not done.
-    parse, parsed = cli._parse, []
+    parse, parsed = arguments.parse, []
 
     class ReadError(Exception):
         pass
@@ -183,7 +183,8 @@ def test_commands_of_a_part_are_commands_of_geojax(name, tmp_path, monkeypatch):
         parsed.append(parse(*args, **kwargs))
         raise ReadError
 
-    monkeypatch.setattr(cli, "_parse", stop)
+    for module in (arguments, cli):
+        monkeypatch.setattr(module, "parse", stop)
     asked = commands(name, tmp_path)
     for command in asked:
         with pytest.raises(ReadError):
