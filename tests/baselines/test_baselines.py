@@ -4,7 +4,6 @@ the same however often they are stopped."""
 
 import io
 import itertools
-import random
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -12,6 +11,7 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
+from made_text import write_words
 from rich.console import Console
 
 from geojax import runs
@@ -68,14 +68,7 @@ STREAMING = StreamingConfig(fragments=2, lag_steps=1)
 def text(tmp_path_factory):
     """A text file of made-up words, and a cache of its own."""
     folder = tmp_path_factory.mktemp("text")
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(50)]
-    path = folder / "words.txt"
-    path.write_text(
-        "\n\n".join(
-            "\n".join(" ".join(rng.choices(words, k=12)) for _ in range(40)) for _ in range(16)
-        )
-    )
+    path = write_words(folder, 12, lines=40)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GEOJAX_CACHE", str(folder / "cache"))
         # Makers of compiled programs are pure: runs of one task on one device may share them.

@@ -3,12 +3,12 @@
 
 import json
 import math
-import random
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from made_text import write_words
 from rich.console import Console
 
 from geojax.bench import cona_greedy
@@ -322,11 +322,7 @@ def test_the_rate_decays_as_is_asked_for_in_every_run(decay, end):
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory) -> Path:
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(50)]
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text("\n\n".join(" ".join(rng.choices(words, k=400)) for _ in range(16)))
-    return path
+    return write_words(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 """Slices whose strategies and batches follow the gradient's noise: when plans change, and that
 nothing is lost then."""
 
-import random
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from made_text import words_and_cache
 from rich.console import Console
 
 import geojax.geomesh.trainer as trainer_module
@@ -87,13 +87,7 @@ PROFILES = (
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """A text file of made-up words, and a cache of its own."""
-    folder = tmp_path_factory.mktemp("text")
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(50)]
-    path = folder / "words.txt"
-    path.write_text("\n\n".join(" ".join(rng.choices(words, k=480)) for _ in range(16)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GEOJAX_CACHE", str(folder / "cache"))
+    with words_and_cache(tmp_path_factory.mktemp("text"), 480) as path:
         yield path
 
 

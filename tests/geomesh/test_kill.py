@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from made_text import write_words
 
 from geojax import runs
 from geojax.config import (
@@ -48,13 +49,7 @@ os.execv(sys.executable, [sys.executable, "-m", "geojax", "train", "--resume", s
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(50)]
-    documents = (" ".join(rng.choices(words, k=500)) for _ in range(16))
-    path = folder / "words.txt"
-    path.write_text("\n\n".join(documents))
-    return path
+    return write_words(tmp_path_factory.mktemp("text"), 500)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@
 import copy
 import io
 import json
-import random
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from made_text import words_and_cache
 from rich.console import Console
 
 import geojax.geomesh.trainer as trainer_module
@@ -68,16 +68,7 @@ WALL = {"wall_seconds"}
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """A text file of made-up words, and a cache of its own."""
-    folder = tmp_path_factory.mktemp("text")
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(50)]
-    documents = (
-        "\n".join(" ".join(rng.choices(words, k=12)) for _ in range(40)) for _ in range(16)
-    )
-    path = folder / "words.txt"
-    path.write_text("\n\n".join(documents))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GEOJAX_CACHE", str(folder / "cache"))
+    with words_and_cache(tmp_path_factory.mktemp("text"), 12, lines=40) as path:
         yield path
 
 

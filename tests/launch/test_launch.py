@@ -3,7 +3,6 @@
 
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from made_text import write_words
 
 from geojax.cli import main
 from geojax.config import RunError
@@ -160,10 +160,7 @@ class Launch:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("launch")
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(50)]
-    text = "\n\n".join(" ".join(rng.choices(words, k=500)) for _ in range(16))
-    (folder / "words.txt").write_text(text)
+    write_words(folder, 500)
     (folder / "settings.py").write_text(CONFIG)
     return folder
 

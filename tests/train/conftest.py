@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text for runs of a second, and where they keep its tokens."""
 
-import random
 from pathlib import Path
 
 import pytest
+from made_text import write_words
 from tiny_run import tiny_run
 
 from geojax.config import RunConfig
@@ -12,13 +12,7 @@ from geojax.config import RunConfig
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(50)]
-    documents = (" ".join(rng.choices(words, k=400)) for _ in range(16))
-    path = folder / "words.txt"
-    path.write_text("\n\n".join(documents))
-    return path
+    return write_words(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture
