@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from geojax.cona.rules import rate_factor
 from geojax.cona.score import Leg, Option, envelope, fastest, predict_chain
 from geojax.config import ChainLeg, EvalConfig, RunConfig, ScalingConfig, with_chain, with_seed
 from geojax.configs.cona import cona_bench
@@ -74,6 +75,15 @@ def tuned(base: Setting, rates: Mapping[int, float]) -> Setting:
     table = tuple((batch, rates[batch] / peak) for batch in sorted(rates))
     scaling = ScalingConfig(base.config.scaling.base_batch, "table", table=table)
     return base._replace(config=replace(base.config, scaling=scaling))
+
+
+def tuned_rates(base: Setting) -> dict[int, float]:
+    """Learning rate by batch of the ladder; empty before tuning."""
+    scaling, peak = base.config.scaling, base.config.train.optimizer.learning_rate
+    if scaling is None or scaling.rule != "table":
+        return {}
+    rule = scaling.rate_rule()  # a table does not look at the noise
+    return {o.batch: peak * rate_factor(rule, o.batch, 0.0) for o in base.options}
 
 
 def tuned_batches(base: Setting) -> list[int]:

@@ -13,10 +13,16 @@ from typing import Any
 
 from rich.console import Console
 
-from geojax.bench.cona_methods import Setting
+from geojax.bench.cona_methods import Setting, tuned_rates
 from geojax.bench.cona_outcome import SHARES, Figures, Outcome, outcome
 from geojax.bench.cona_plots import plot_methods
-from geojax.bench.cona_tables import DEMANDS, change_table, demand_table, method_table
+from geojax.bench.cona_tables import (
+    DEMANDS,
+    change_table,
+    demand_table,
+    fixed_table,
+    method_table,
+)
 from geojax.track.metrics import to_json, write_atomically
 from geojax.track.plots import plot_chain
 
@@ -50,6 +56,7 @@ def report(
         first, figures = found[base.name][0], [o.figures for o in found[base.name]]
         console.print(method_table(figures))
         console.print(demand_table(figures))
+        console.print(fixed_table(figures, tuned_rates(base)))
         console.print(change_table(first.figures))
         for name in missing(figures, seeds):
             console.print(f"missing: {name}")

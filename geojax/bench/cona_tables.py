@@ -6,7 +6,7 @@ Invariant: they show figures that `report.json` holds, and nothing else.
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -140,6 +140,20 @@ def demand_table(found: Sequence[Figures]) -> Table:
         shown = "?" if value is None else demand.form(value)
         state = "" if value is None else "met" if demand.met(value) else "missed"
         table.add_row(demand.text, limit, shown, state)
+    return table
+
+
+def fixed_table(found: Sequence[Figures], rates: Mapping[int, float]) -> Table:
+    """What the same tokens came to at each batch; `rates`: learning rate by batch, as tuned."""
+    table = new_table()
+    table.title = f"{found[0].model}: fixed batches, equal tokens"
+    for heading in ("batch", "learning rate", "final perplexity"):
+        table.add_column(heading, justify="right")
+    every = {int(batch) for o in found for batch in o.fixed_final_perplexity}
+    for batch in sorted(every):
+        finals = [o.fixed_final_perplexity.get(str(batch)) for o in found]
+        rate = f"{rates[batch]:.3g}" if batch in rates else "-"
+        table.add_row(str(batch), rate, _mean([f for f in finals if f is not None], ".2f"))
     return table
 
 

@@ -294,6 +294,9 @@ def test_a_report_is_of_whatever_has_ended(base, tmp_path, capsys):
     for name in ("seed 1, gb4", "seed 1, greedy", "seed 2, all"):
         assert f"missing: {name}" in said
     assert "missing: seed 0" not in said
+    fixed = said[said.index("fixed batches") :].splitlines()
+    finals = {4: load_run(tmp_path / "gpt" / "seed0" / "gb4").final_perplexity}
+    assert any(line.split() == ["4", "0.005", f"{finals[4]:.2f}"] for line in fixed)
     content = json.loads((tmp_path / "report.json").read_text())
     assert [r["seed"] for r in content["results"]] == [0, 1]
     assert len(content["results"][0]["ratios"]["shortest iteration"]) == len(SHARES)
