@@ -32,7 +32,7 @@ class Round(NamedTuple):
     """Of these steps, probes left out."""
     noise: Mapping[str, Moments]
     disturbed: bool = False
-    """Whether something was compiled beside them."""
+    """Whether something was compiled beside them: no timing."""
 
 
 class NoiseWatch:
@@ -201,7 +201,10 @@ class Controller:
             config.timing_error,
         )
         self._refused: dict[str, str] = {}
-        self._switch_seconds, self._trial_seconds = switch_seconds, 0.0
+        self._switch_seconds = switch_seconds
+        self._trial_seconds = self._open_seconds = (
+            0.0  # of trials that failed; of the one under way
+        )
         self._rounds_here, self._on_trial, self._samples = 0, False, 0
         self._previous: str | None = None
         self.strategy = self._first(config)
@@ -216,9 +219,8 @@ class Controller:
         self.noise.observe(self.strategy.global_batch, samples, done.steps, done.noise)
         self._rounds_here += 1
         self._samples = samples
-        name = str(self.strategy)
-        if done.steps and not (done.disturbed and self._speed.timed(name)):
-            self._speed.observe(name, done.seconds / done.steps)
+        if done.steps and not done.disturbed:
+            self._speed.observe(str(self.strategy), done.seconds / done.steps)
 
     def propose(
         self, round: int, samples: int, elapsed_seconds: float, ready: Collection[str] | None
@@ -239,13 +241,14 @@ class Controller:
             tuple(self._known(ready)),
         )
         decision = decide(situation, self._config, self._rule)
-        if decision.kind == "keep":
+        if decision.kind == "keep" and self._speed.timed(str(self.strategy)):
             self._on_trial = False  # it delivered
         return decision, situation
 
     def switched(self, decision: Decision, seconds: float) -> None:
-        if decision.kind == "trial" or self._on_trial:
-            self._trial_seconds += seconds
+        if self._on_trial and decision.kind == "fallback":
+            self._trial_seconds += self._open_seconds + seconds
+        self._open_seconds = seconds if decision.kind == "trial" else 0.0
         self._previous = str(self.strategy)
         self.strategy = self._candidates[decision.to].strategy
         self._rounds_here, self._on_trial = 0, decision.kind == "trial"
@@ -303,6 +306,7 @@ class Controller:
             "on_trial": self._on_trial,
             "switch_seconds": self._switch_seconds,
             "trial_seconds": self._trial_seconds,
+            "open_seconds": self._open_seconds,
             "refused": self._refused,
             "noise": self.noise.state(),
             "speed": self._speed.state(),
@@ -326,6 +330,7 @@ class Controller:
         self._rounds_here, self._on_trial = state["rounds_here"], state["on_trial"]
         self._switch_seconds = state["switch_seconds"]
         self._trial_seconds = state["trial_seconds"]
+        self._open_seconds = state.get("open_seconds", 0.0)
         self._refused = dict(state["refused"])
         self.noise.restore(state["noise"])
         self._speed.restore(state["speed"])

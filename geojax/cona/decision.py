@@ -62,7 +62,7 @@ class Situation:
     switch_seconds: float
     """Expected of one switch."""
     trial_seconds: float
-    """Spent on switches of trials so far."""
+    """Spent so far on switches to and from what did not deliver."""
     options: tuple[Known, ...]
     """The present one and those that may be chosen."""
 
@@ -92,6 +92,8 @@ def decide(now: Situation, config: ConaConfig, rule: RateRule | None) -> Decisio
         return keep("the noise is not known yet")
     gains = {o.name: _gain(o, present, now.noise, rule) for o in now.options if o is not present}
     previous = now.previous
+    if now.on_trial and not present.timed:
+        return keep("a trial that has no timing yet: something was compiled beside it")
     if now.on_trial and previous in gains:
         gain, low = gains[previous]
         if gain > 1:
@@ -109,11 +111,13 @@ def decide(now: Situation, config: ConaConfig, rule: RateRule | None) -> Decisio
         reason = f"saves {saved:.3g} s of {left:.3g}, or more, and costs {now.switch_seconds:.3g} s"
         kind: Kind = "fallback" if name == previous and not now.on_trial else "switch"
         return _when_ready(by_name[name], kind, reason, gain, low)
-    tried = _trial(now, config, gains, rule, left)
-    if tried:
-        return tried
     what = f"{name} may score {gain:.3f} times as much, {low:.3f} at least"
-    return keep(what, gain, low)
+    tried = _trial(now, config, gains, rule, left)
+    budget = config.trial_share * (now.elapsed_seconds + left)
+    if tried and now.trial_seconds + 2 * now.switch_seconds > budget:
+        tried = None
+        what += f"; trials that failed have spent {now.trial_seconds:.3g} s of {budget:.3g}"
+    return tried or keep(what, gain, low)
 
 
 def _trial(
@@ -125,9 +129,6 @@ def _trial(
 ) -> Decision | None:
     """A strategy whose steps were never timed, if it would pay as it is expected to be, or if its
     family may be far better than expected."""
-    budget = config.trial_share * (now.elapsed_seconds + left)
-    if now.trial_seconds + 2 * now.switch_seconds > budget:
-        return None
     assert now.noise is not None, "asked only where noise is known"
     present = next(o for o in now.options if o.name == now.present)
     hopes = []

@@ -125,5 +125,10 @@ class SpeedBelief:
         return {"timed": timed, "scatter": list(self._scatter)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._timed = {n: (mean, rounds) for n, (mean, rounds) in state["timed"].items()}
+        """Timings of strategies that are no candidates any more are dropped."""
+        self._timed = {
+            name: (mean, rounds)
+            for name, (mean, rounds) in state["timed"].items()
+            if name in self._predicted
+        }
         self._scatter = (state["scatter"][0], state["scatter"][1])

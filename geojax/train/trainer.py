@@ -120,8 +120,9 @@ class Trainer:
         self._resumed_at = time.perf_counter()
         now = str(self._pilot.strategy)
         if before is not None and before != now:
-            if self._partial:  # its round ends here
+            if self._partial and self._partial.sums.done:  # its round ends here
                 self._close(self._partial, parse_strategy(before), None)
+            self._partial = None
             why = "the run goes on so from here" if not refused else "the other cannot run here"
             self._write_switch(before, now, 0.0, "resume", why)
         for name, reason in refused:

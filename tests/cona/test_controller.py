@@ -7,6 +7,7 @@ import math
 import pytest
 
 from geojax.cona.controller import Controller, FixedChain, NoiseWatch, Round, rate_scale
+from geojax.cona.decision import Decision
 from geojax.cona.noise import Moments
 from geojax.cona.rules import RateRule
 from geojax.cona.score import Option, best, worth
@@ -195,6 +196,74 @@ def test_a_restored_controller_takes_the_same_chain():
         setattr(second, name, getattr(first, name))
     assert first.chain() + second.run().chain() == whole.chain()
     assert second.seconds == whole.seconds
+
+
+def on_trial(controller, to):
+    """`controller` after two rounds, a good noise estimate, and a switch to `to` on trial."""
+    present = controller.strategy
+    for number in (1, 2):
+        batch = present.global_batch
+        seconds = STEPS * step_seconds(present)
+        done = Round(STEPS, seconds, {"parts": moments(500.0, STEPS, batch)})
+        controller.observe(number * STEPS * batch, done)
+    controller.switched(Decision("trial", to, "", 1.0, 1.0), 3.0)
+    return number * STEPS * batch
+
+
+def after_round(controller, samples, seconds_a_step, disturbed=False):
+    """What it proposes after a round of such steps."""
+    batch = controller.strategy.global_batch
+    noise = {"parts": moments(500.0, STEPS, batch)}
+    controller.observe(samples, Round(STEPS, STEPS * seconds_a_step, noise, disturbed))
+    return controller.propose(3, samples, 100.0, None)[0]
+
+
+def test_a_trial_beside_a_compiler_goes_on_until_it_is_timed():
+    controller = make()
+    first, to = str(controller.strategy), "dp8-tp1-pp1-mb1-gb128"
+    true = step_seconds(parse_strategy(to))
+    samples = on_trial(controller, to)
+    for _ in range(3):
+        decision = after_round(controller, samples := samples + 1280, 50 * true, disturbed=True)
+        assert decision.kind == "keep"
+        assert not controller._speed.timed(to)
+    assert after_round(controller, samples + 1280, true).kind != "fallback"
+    assert controller._speed.of([to], to).seconds == pytest.approx([true], rel=0.1)
+    # One that is as slow when nothing is beside it goes.
+    controller = make()
+    samples = on_trial(controller, to)
+    decision = after_round(controller, samples + 1280, 50 * true)
+    assert (decision.kind, decision.to) == ("fallback", first)
+
+
+def test_only_trials_that_fail_are_charged():
+    to = "dp8-tp1-pp1-mb1-gb128"
+    true = step_seconds(parse_strategy(to))
+    good, bad = make(), make()
+    samples = on_trial(good, to)
+    assert after_round(good, samples + 1280, true).kind == "keep"
+    assert good.state()["trial_seconds"] == 0
+    samples = on_trial(bad, to)
+    decision = after_round(bad, samples + 1280, 50 * true)
+    again = make()
+    again.restore(json.loads(json.dumps(bad.state())))  # in the middle of it
+    for controller in (bad, again):
+        controller.switched(decision, 4.0)
+        assert controller.state()["trial_seconds"] == 7.0
+
+
+def test_timings_of_strategies_that_are_none_any_more_are_dropped():
+    controller = make()
+    on_trial(controller, "dp8-tp1-pp1-mb1-gb512")
+    controller.observe(10_000, Round(STEPS, 10.0, {}))
+    controller.switched(Decision("fallback", "dp8-tp1-pp1-mb1-gb8", "", 1.0, 1.0), 1.0)
+    state = json.loads(json.dumps(controller.state()))
+    fewer = [c for c in candidates() if c.strategy.global_batch < 512]
+    config = ConaConfig(global_batches=BATCHES[:-1])
+    again = Controller(config, NOISE, fewer, TOTAL, 0.5)
+    again.restore(state)
+    assert again.likely()
+    assert again.propose(1, 10_000, 1.0, None)[0].to in {str(c.strategy) for c in fewer}
 
 
 def test_a_state_of_other_devices_is_refused():

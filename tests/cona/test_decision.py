@@ -104,12 +104,15 @@ def test_a_strategy_that_was_never_timed_gets_a_trial_and_goes_where_it_fails():
     assert act(now).kind == "trial"
     spent = replace(now, trial_seconds=0.01 * (100 + 99_000 / 8))
     assert act(spent).kind == "keep"
+    assert "trials that failed have spent 125 s of 125" in act(spent).reason
     slow = LARGE._replace(seconds=9.0)
     after = situation(n, slow, (SMALL, slow), previous="small", on_trial=True, rounds_here=1)
     assert act(after) == Decision(
         "fallback", "small", act(after).reason, act(after).gain, act(after).gain_low
     )
     assert act(replace(after, options=(SMALL, LARGE))).kind == "keep"  # it delivered
+    waits = replace(after, options=(SMALL, slow._replace(timed=False)), rounds_here=5)
+    assert act(waits).kind == "keep"  # it may be slow for what is compiled beside it
 
 
 def test_a_strategy_of_a_timed_family_is_tried_where_it_would_pay_as_predicted():

@@ -160,6 +160,27 @@ def test_a_chain_of_batches_sees_every_sequence_once_and_the_rate_follows(config
     assert firsts[1]["round"] == switches[0]["round"] + 1
 
 
+def test_a_run_stopped_before_its_first_step_goes_on_by_another_strategy(
+    cona, tmp_path, monkeypatch
+):
+    first, second = "dp8-tp1-pp1-mb1-gb8-zero", "dp8-tp1-pp1-mb2-gb16-zero"
+    config = replace(cona, cona=None, noise=None, strategy=first)
+    folder, evaluate = tmp_path / "run", Program.evaluate
+
+    def stop(self, *args, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(self, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Program, "evaluate", stop)
+        assert not runs.start(config, folder, QUIET)
+    assert not records(folder, "round")
+    assert runs.resume(folder, QUIET, strategy=second)
+    run = load_run(folder)
+    check_accounting(run)
+    assert {r["strategy"] for r in run.rounds} == {second}
+
+
 @pytest.mark.xdist_group("one whole run")
 def test_cona_climbs_and_accounts_for_it(whole):
     switches = records(whole, "switch")
