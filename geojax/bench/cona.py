@@ -210,6 +210,10 @@ def pilot_table(base: Setting, run: Path) -> Table:
             "never" if share is None else format_share(share),
         )
     total = base.total_samples
+    middle = [s for s, _ in base.line if 0.05 <= (crossed_at(noise, s, total) or 0) <= 0.8]
     seen = ", ".join(f"{noise(s * total):.0f} at {s:.0%}" for s in (0.02, 0.05, 0.2, 0.5, 0.8, 1))
-    table.caption = f"Noise of {run.name}: {seen}"
+    table.caption = (
+        f"Steps: modelled clock. Noise of {run.name}: {seen}. It comes to {len(middle)} crossings "
+        "between 5% and 80%" + ("." if len(middle) > 1 else ": too few to see a chain.")
+    )
     return table

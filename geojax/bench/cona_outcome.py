@@ -7,7 +7,7 @@ targets, as the loss that it has at fixed shares of its time, so every time is o
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from geojax.bench.cona_curves import (
 )
 from geojax.bench.cona_methods import Setting, predicted_legs
 from geojax.config import CheckpointConfig
+from geojax.track.chain import scores
 from geojax.track.metrics import Record, read_records
 from geojax.track.summary import Run, check_accounting, load_run
 
@@ -236,6 +237,7 @@ def _changes(
     for stay in stays:
         taken.setdefault(batches[stay[0]["round"]], stay[0]["round"] - 1)
     crossings = {option.batch: scale for scale, option in base.line}
+    looks = _looks(run, shares)
     found = []
     for batch in sorted({*taken, *planned}):
         scale, before = crossings.get(batch, math.inf), taken.get(batch)
@@ -246,30 +248,64 @@ def _changes(
             then = next((noises[n] for n, at in shares.items() if at >= due), None)
         now = None if before is None else noises.get(before)
         why = "" if before is None else reasons.get(before, "")
-        differs = _differs(scale, due, share, then)
+        if due is not None:
+            differs = as_taken(due, share, why, looks.get(batch, []))
+        elif math.isinf(scale):
+            differs = "not predicted: never the best of all, and better than what was before it"
+        elif any(larger > batch for larger in planned):
+            differs = "not predicted: the best fixed run's noise was beyond it from the start"
+        else:
+            differs = "not predicted: the best fixed run's noise never came so far"
         found.append(Change(batch, scale, due, share, now, then, why, differs))
     return found
 
 
-def _differs(
-    crossing: float, predicted: float | None, taken: float | None, then: Interval | None
-) -> str:
-    if taken is None:
-        sure = then is not None and then[1] >= crossing
-        return "not taken: " + ("too small a gain" if sure else "CONA was not sure of the noise")
-    if predicted is None:
-        if math.isinf(crossing):
-            return "not predicted: never the best of all, and better than what was before it"
-        return "not predicted: the best fixed run's noise skips it, or never comes so far"
-    if abs(taken - predicted) <= SAME:
+class Look(NamedTuple):
+    """What a decision knew of a batch."""
+
+    share: float
+    """Of the tokens."""
+    score: float
+    """Of the batch's best strategy, over the present one's; `low`: the least over the noise."""
+    low: float
+    reason: str
+    """As recorded, of what was decided."""
+
+
+def _looks(run: Run, shares: dict[int, float]) -> dict[int, list[Look]]:
+    """In order, by batch, of all decisions that knew the noise."""
+    found: dict[int, list[Look]] = {}
+    for record in run.decisions:
+        for score in scores(replace(run, decisions=(record,))):
+            look = Look(
+                shares.get(record["round"], 0.0),
+                score.score,
+                score.low,
+                record["decision"]["reason"],
+            )
+            found.setdefault(score.batch, []).append(look)
+    return found
+
+
+def as_taken(due: float, taken: float | None, why: str, looks: Sequence[Look]) -> str:
+    """How a batch that was due at a share of the tokens was come to, in the words of the run's own
+    decisions; empty where that was about then."""
+    if taken is not None and abs(taken - due) <= SAME:
         return ""
-    if taken < predicted:
-        return "earlier: CONA's run measured more noise there than the best fixed one"
-    if then is None:
-        return "later: CONA did not know the noise yet"
-    if then[1] < crossing:
-        return "later: the lower end of the noise that CONA knew was still below"
-    return "later: the gain was below the margin, or the strategy before had to stay"
+    if taken is not None and taken < due:
+        return f"earlier: {why}"
+    word = "later" if taken is not None else "not taken"
+    between = [x for x in looks if due <= x.share < (math.inf if taken is None else taken)]
+    if not between:
+        return f"{word}: CONA did not know the noise yet"
+    better = [x for x in between if x.score > 1]
+    if not better:
+        return f"{word}: it scored no more than what was in force"
+    first = max(better, key=lambda x: x.low)
+    return (
+        f"{word}: at {first.share:.0%} of the tokens it scored {first.score:.2f} times as much, "
+        f"{first.low:.2f} at least: {first.reason}"
+    )
 
 
 def _interval(noise: Record | None) -> Interval | None:

@@ -132,6 +132,7 @@ def _mean(values: Sequence[float], form: str) -> str:
 def demand_table(found: Sequence[Figures]) -> Table:
     """What was asked for, and the worst of all seeds."""
     table = new_table()
+    table.title = f"{found[0].model}: asked for beforehand (modelled clock)"
     for heading in ("asked for", "limit", "worst", ""):
         table.add_column(heading, justify="right" if heading in ("limit", "worst") else "left")
     for demand in DEMANDS:
@@ -162,7 +163,8 @@ def change_table(found: Figures) -> Table:
     that was taken, by batch."""
     table = new_table()
     table.title = (
-        f"{found.model}, seed {found.seed}: predicted and taken chain, from share of tokens"
+        f"{found.model}, seed {found.seed}: predicted and taken chain, from share of tokens "
+        "(modelled clock)"
     )
     headings = ("batch", "best from", "predicted", "noise then", "taken", "noise then")
     for heading in headings:

@@ -40,7 +40,7 @@ from geojax.bench.cona_methods import (
     tuned_batches,
     with_decay,
 )
-from geojax.bench.cona_outcome import EARLY, SHARES, outcome
+from geojax.bench.cona_outcome import EARLY, SHARES, Look, as_taken, outcome
 from geojax.bench.cona_report import report
 from geojax.bench.cona_tables import DEMANDS
 from geojax.bench.jobs import run_here
@@ -277,11 +277,28 @@ def test_an_outcome_is_what_its_runs_came_to(base, tmp_path):
     assert by_batch[16].predicted == pytest.approx(0.1, rel=0.1)
     assert by_batch[16].noise[0] == pytest.approx(noise_at(0.25 * TOTAL / SEQ_LEN))
     assert by_batch[16].why == "it pays"
-    assert by_batch[16].differs.startswith("later: the lower end")  # half of 48 at that time
+    assert by_batch[16].differs.startswith("later: CONA did not know")  # it wrote no decision down
     assert by_batch[4].differs == ""
     worst = {d.text: d.worst([found]) for d in DEMANDS}
     assert worst["switches after 5 %"] == 1
     assert worst["share of the run spent on switching"] == 0
+
+
+@pytest.mark.parametrize(
+    ("taken", "looks", "said"),
+    [
+        (0.12, [], ""),
+        (0.05, [], "earlier: it pays"),
+        (0.4, [(0.2, 0.9), (0.5, 1.2)], "later: it scored no more than what was in force"),
+        (0.4, [(0.2, 1.2), (0.3, 1.1)], "later: at 20% of the tokens it scored 1.20 times as much"),
+        (None, [(0.05, 1.2)], "not taken: CONA did not know the noise yet"),
+        (None, [(0.2, 0.9), (0.9, 1.3)], "not taken: at 90% of the tokens it scored 1.30 times"),
+    ],
+)
+def test_why_chains_differ_is_what_the_run_wrote_down(taken, looks, said):
+    found = as_taken(0.1, taken, "it pays", [Look(at, x, x / 2, "too dear") for at, x in looks])
+    assert found.startswith(said) if said else found == ""
+    assert ("too dear" in found) == ("times as much" in found)
 
 
 def test_a_report_is_of_whatever_has_ended(base, tmp_path, capsys):
