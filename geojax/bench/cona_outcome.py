@@ -301,10 +301,10 @@ def as_taken(due: float, taken: float | None, why: str, looks: Sequence[Look]) -
     better = [x for x in between if x.score > 1]
     if not better:
         return f"{word}: it scored no more than what was in force"
-    first = max(better, key=lambda x: x.low)
+    last = better[-1]
     return (
-        f"{word}: at {first.share:.0%} of the tokens it scored {first.score:.2f} times as much, "
-        f"{first.low:.2f} at least: {first.reason}"
+        f"{word}: at {last.share:.0%} of the tokens it scored {last.score:.2f} times as much, "
+        f"{last.low:.2f} at least: {last.reason}"
     )
 
 

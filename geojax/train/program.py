@@ -24,7 +24,7 @@ from geojax.cona.rules import beta2_for
 from geojax.config import ConfigError, OptimizerConfig, TrainConfig, require
 from geojax.data import Batch, empty_batch
 from geojax.meshes.axes import strategy_mesh
-from geojax.meshes.gradient import Sequences, SequenceSums, ShardedModel
+from geojax.meshes.gradient import Sequences, ShardedModel
 from geojax.meshes.pipeline import storage_order
 from geojax.meshes.reshard import in_stack, reshard
 from geojax.meshes.rules import state_specs
@@ -33,6 +33,7 @@ from geojax.meshes.strategy import Strategy, require_legal
 from geojax.models.config import TransformerConfig
 from geojax.models.transformer import Params, abstract_params, init_params
 from geojax.train.evaluate import Evaluation, summarize
+from geojax.train.losses import Losses
 from geojax.train.noise import Metric, in_halves, make_measure
 from geojax.train.optim import make_optimizer
 from geojax.train.step import StepStats, TrainState, init_state, make_loop, make_train_step
@@ -54,6 +55,8 @@ class Task:
     base_batch: int | None = None
     """Sequences a step that the optimizer's config is for; decay and Adam's second moment then go
     by tokens under any batch. None: by steps."""
+    eval_rows: int = 0
+    """Sequences of an evaluation's batch, to be compiled for beforehand; 0: when one comes."""
 
     def optimizer(self, batch: int) -> OptimizerConfig:
         """The optimizer of steps of `batch` sequences."""
@@ -73,10 +76,12 @@ class Program:
         strategy: Strategy,
         devices: Sequence[jax.Device],
         compiler_options: dict[str, Any] | None = None,
+        losses: Losses | None = None,
     ):
         """ConfigError where the strategy cannot train the model on as many devices.
 
-        `compiler_options`: of XLA, for whatever is compiled here.
+        `compiler_options`: of XLA, for whatever is compiled here; `losses`: to be shared with other
+        programs of the task and the devices.
         """
         try:
             require_legal(strategy, task.model, len(devices))
@@ -93,7 +98,7 @@ class Program:
         self.parts = gradient_parts(strategy)
         self._steps = {probe: self._make_step(probe) for probe in (False, True)}
         self._compiled: dict[tuple[int, bool], jax.stages.Compiled] = {}
-        self._evaluations: dict[int, Callable[..., SequenceSums]] = {}
+        self._losses = losses or Losses()
         self._jit = partial(jax.jit, compiler_options=compiler_options)
         self._lock = threading.Lock()
 
@@ -219,10 +224,13 @@ class Program:
             return self._compiled[steps, probe]
 
     def compile_all(self, steps: int) -> None:
-        """All that training in chunks of `steps` will run, but for evaluations."""
+        """All that training in chunks of `steps` will run, evaluations among it where the task says
+        of how many rows."""
         self.compile(steps)
         if self.wants_probes:
             self.compile(1, probe=True)
+        if self.task.eval_rows:
+            self._loss(self.task.eval_rows)
 
     def run(
         self,
@@ -248,13 +256,17 @@ class Program:
         return loop(state, chunk, *(t(x) for t, x in zip(types, numbers, strict=True)))
 
     def rehearse(self, state: TrainState, steps: int) -> TrainState:
-        """`state`, after no step of chunks of `steps`, and no probe where there will be any:
-        whatever memory these need is taken, and must be there."""
+        """`state`, after no step of chunks of `steps`, and no probe or evaluation where there will
+        be any: whatever memory these need is taken, and must be there."""
         for length, probe in ((steps, False), (1, True))[: 1 + self.wants_probes]:
             lead = (length, len(self.local_sequences or range(self.strategy.global_batch)))
             chunk = self.put_chunk(empty_batch(lead, self.task.seq_len))
             state, _ = self.run(state, chunk, 0, 0.0, 0.0, 0, probe=probe)
             state = jax.block_until_ready(state)
+        if self.task.eval_rows:
+            strategy, loss = self._loss(self.task.eval_rows)
+            batch = empty_batch((strategy.global_batch,), self.task.seq_len)
+            jax.block_until_ready(loss(state.params, self._put_held_out(batch)))
         return state
 
     def carry_over(self, state: TrainState, batch: int) -> TrainState:
@@ -284,18 +296,38 @@ class Program:
         `batches(b)` yields host batches [b, T], all of them `draws` times; b is `rows`, raised to
         what the mesh divides.
         """
+        strategy, loss = self._loss(rows)
+        held_out = batches(strategy.global_batch)
+        return summarize([loss(params, self._put_held_out(b)) for b in held_out], draws)
+
+    def _loss(self, rows: int) -> tuple[Strategy, jax.stages.Compiled]:
+        """Of each sequence of a batch of `rows` or a few more, compiled; and by which strategy."""
         unit = self.strategy.dp * self.strategy.pp
         micro = -(-rows // unit)
+
+        def lower(strategy: Strategy) -> jax.stages.Lowered:
+            batch = empty_batch((strategy.global_batch,), self.task.seq_len)
+            shapes = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._held_out_sharding),
+                self._in_micro_batches(batch),
+            )
+            loss = self._jit(self._lay_out(strategy).loss)
+            return loss.lower(self.abstract_state.params, shapes)
+
         strategy = replace(self.strategy, micro_batch=micro, global_batch=micro * unit)
-        if micro not in self._evaluations:
-            self._evaluations[micro] = self._jit(self._lay_out(strategy).loss)
-        sharding = NamedSharding(self.mesh, self._sharded.batch_spec)
+        return strategy, self._losses.get(strategy, lower)
 
-        def sums(batch: Batch) -> SequenceSums:
-            split = jax.tree.map(lambda x: x.reshape(self.strategy.pp, -1, *x.shape[1:]), batch)
-            return self._evaluations[micro](params, jax.device_put(Sequences(*split), sharding))
+    @property
+    def _held_out_sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, self._sharded.batch_spec)
 
-        return summarize([sums(batch) for batch in batches(strategy.global_batch)], draws)
+    def _in_micro_batches(self, batch: Batch) -> Sequences:
+        split = jax.tree.map(lambda x: x.reshape(self.strategy.pp, -1, *x.shape[1:]), batch)
+        return Sequences(*split)
+
+    def _put_held_out(self, batch: Batch) -> Sequences:
+        """A host batch [b, T] on the devices."""
+        return jax.device_put(self._in_micro_batches(batch), self._held_out_sharding)
 
     def _require_stacked(self) -> None:
         """ConfigError where an optimizer keeps of the layers what storage orders cannot move."""
@@ -358,6 +390,7 @@ class Programs:
         """`steps`: length of the chunks that programs are compiled for."""
         self.task, self.devices, self.steps, self._limit = task, tuple(devices), steps, limit
         self._programs: OrderedDict[Strategy, Future[Program]] = OrderedDict()
+        self._losses = Losses()
         self._lock = threading.Lock()
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
 
@@ -403,7 +436,7 @@ class Programs:
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, strategy: Strategy) -> Program:
-        program = Program(self.task, strategy, self.devices)
+        program = Program(self.task, strategy, self.devices, losses=self._losses)
         program.compile_all(self.steps)
         return program
 

@@ -144,6 +144,7 @@ def make_task(config: RunConfig) -> Task:
         config.seed,
         noise.metric if noise else None,
         scaling.base_batch if scaling else None,
+        config.eval.batch,
     )
 
 

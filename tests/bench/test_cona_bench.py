@@ -290,7 +290,7 @@ def test_an_outcome_is_what_its_runs_came_to(base, tmp_path):
         (0.12, [], ""),
         (0.05, [], "earlier: it pays"),
         (0.4, [(0.2, 0.9), (0.5, 1.2)], "later: it scored no more than what was in force"),
-        (0.4, [(0.2, 1.2), (0.3, 1.1)], "later: at 20% of the tokens it scored 1.20 times as much"),
+        (0.4, [(0.2, 1.2), (0.3, 1.1)], "later: at 30% of the tokens it scored 1.10 times as much"),
         (None, [(0.05, 1.2)], "not taken: CONA did not know the noise yet"),
         (None, [(0.2, 0.9), (0.9, 1.3)], "not taken: at 90% of the tokens it scored 1.30 times"),
     ],

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from dataclasses import replace
 
@@ -158,6 +159,38 @@ def test_a_chain_of_batches_sees_every_sequence_once_and_the_rate_follows(config
     switches = records(tmp_path / "run", "switch")
     assert [r["tokens"] for r in switches] == [48 * SEQ_LEN, 176 * SEQ_LEN]
     assert firsts[1]["round"] == switches[0]["round"] + 1
+
+
+def test_nothing_waits_for_a_compiler_but_the_start(config, tmp_path, monkeypatch):
+    """Steps, probes and evaluations of the next leg are compiled beside the rounds."""
+    lower, begin, threads = jax.stages.Lowered.compile, engine.Engine.begin, []
+
+    def compiling(self, *args, **options):
+        threads.append(threading.current_thread().name)
+        return lower(self, *args, **options)
+
+    def beginning(self, *args):
+        result = begin(self, *args)
+        threads.clear()
+        return result
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compiling)
+    monkeypatch.setattr(engine.Engine, "begin", beginning)
+    chain = legs((0, TEXTS[0]), (4 * STEP, "dp8-tp1-pp1-mb1-gb8"))
+    config = replace(
+        config,
+        strategy="",
+        chain=chain,
+        train=replace(config.train, total_tokens=12 * STEP, round_steps=2),
+        noise=NoiseConfig(first_steps=2, probe_steps=2),
+        eval=replace(config.eval, every_tokens=2 * STEP),
+    )
+    folder = tmp_path / "run"
+    assert runs.start(config, folder, QUIET)
+    assert len(records(folder, "switch")) == 1
+    assert len(records(folder, "eval")) == 7
+    assert len(threads) >= 2  # steps and evaluation
+    assert all(name.startswith("compile") for name in threads)
 
 
 def test_a_run_stopped_before_its_first_step_goes_on_by_another_strategy(
