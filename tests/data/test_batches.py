@@ -136,6 +136,23 @@ def test_resumed_cursor_sees_what_an_uninterrupted_run_sees(shares, stop):
     assert_same(join(whole), join(before + after))
 
 
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.sampled_from((1, 3, 8, 16))), min_size=2, max_size=5)
+)
+def test_steps_of_changing_batches_over_epochs_take_every_sequence_in_order(legs):
+    """11 sequences an epoch, which no batch divides; each leg begins with a stream opened anew, as
+    after a resume."""
+    taken, cursor = [], 0
+    for steps, batch in legs:
+        for chunk, real in sequences(11).chunks(cursor, steps, batch, 2):
+            taken.extend(np.asarray(chunk.samples)[:real].reshape(-1).tolist())
+        cursor += steps * batch
+    assert taken == list(range(cursor))
+    ids = sequences(11).ids(0, cursor)
+    assert all(count == 1 for count in Counter(ids).values())
+
+
 def test_document_mask_on_a_stream_made_by_hand():
     stream = [5, 6, EOS, 7, EOS, EOS, 8, 9, 10]
     masked = TrainSequences(corpus(stream, seq_len=8), 8, 0, document_mask=True).chunk(0, 1, 1)
