@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from geojax.cona.score import Option
+from geojax.config import require
 from geojax.track.metrics import Record
 from geojax.track.summary import Run
 
@@ -104,9 +105,11 @@ def over_oracle(curve: Curve, oracle: Sequence[Curve], from_share: float) -> lis
 
 def noise_curve(run: Run) -> Callable[[float], float]:
     """The noise that the run measured, by its samples: means of the logarithm at equal ratios of
-    samples, and straight lines in logarithms between them."""
+    samples, and straight lines in logarithms between them. ConfigError where it measured none."""
     known = [(r["samples"], r["noise"]["value"]) for r in run.rounds if r.get("noise")]
-    pairs = np.log([(s, n) for s, n in known if n])
+    known = [(s, n) for s, n in known if n]
+    require(known, f"the noise of {run.folder} was never known; give it more tokens")
+    pairs = np.log(known)
     edges = np.linspace(pairs[0, 0], pairs[-1, 0], _NOISE_POINTS + 1)
     part = np.clip(np.searchsorted(edges, pairs[:, 0], side="right") - 1, 0, _NOISE_POINTS - 1)
     means = np.array([pairs[part == i].mean(0) for i in np.unique(part)])

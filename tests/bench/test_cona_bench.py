@@ -11,7 +11,8 @@ import pytest
 from made_text import write_words
 from rich.console import Console
 
-from geojax.bench import cona_greedy
+from geojax.bench import cona as experiment
+from geojax.bench import cona_greedy, cona_outcome
 from geojax.bench.cona import cost_table, pilot_table, run_cona
 from geojax.bench.cona_curves import (
     Curve,
@@ -217,6 +218,13 @@ def test_one_curve_is_that_of_every_strategy_of_its_batch(base, tmp_path):
     assert twice.losses == tuple(e["loss"] for e in run.evals)
 
 
+def test_noise_that_was_never_known_is_said(base, tmp_path):
+    run = write_run(tmp_path / "gb16", base, [SLOW])
+    unknown = replace(run, rounds=tuple(r | {"noise": None} for r in run.rounds))
+    with pytest.raises(ConfigError, match=r"the noise of .*gb16 was never known; give it more"):
+        noise_curve(unknown)
+
+
 def test_noise_between_measurements(base, tmp_path):
     noise = noise_curve(write_run(tmp_path / "gb16", base, [SLOW]))
     for share in (0.1, 0.5, 1.0):
@@ -408,6 +416,46 @@ def test_an_interrupted_oracle_comes_to_the_same_end(tiny, tmp_path, monkeypatch
     monkeypatch.setattr(cona_greedy._Oracle, "interval", interval)
     assert run(tmp_path / "cut") == whole
     assert run(tmp_path / "cut") == whole  # and an end is an end
+
+
+@pytest.mark.usefixtures("compiled_once")
+@pytest.mark.full
+def test_the_experiment_goes_on_where_it_was_and_comes_to_the_same_report(
+    tiny, tmp_path, monkeypatch, capsys
+):
+    # Not tuned yet, and dp can be by eight devices at the larger batch only.
+    base = tiny._replace(config=replace(tiny.config, scaling=cona_bench("gpt-tiny").scaling))
+    monkeypatch.setattr(experiment, "setting", lambda name: base)
+    monkeypatch.setattr(experiment, "INTERVALS", 3)
+    monkeypatch.setattr(experiment, "stay_on_one_core", lambda: None)
+    for module in (experiment, cona_outcome):  # so short a run does not know its noise
+        monkeypatch.setattr(module, "noise_curve", lambda run: lambda samples: 1 + samples)
+
+    def report_of(folder):
+        run_cona(folder, 1, ("gpt",), (0,), None)
+        content = json.loads((folder / "report.json").read_text())
+        return content["results"], content["rates"]
+
+    whole = report_of(tmp_path / "whole")
+    said = capsys.readouterr().out
+    assert "missing" not in said
+    assert len(whole[0][0]["fixed_final_perplexity"]) == len(base.options)
+    train, started = experiment._train, []
+
+    def killed(configs, jobs, console):
+        started.append(configs)
+        if len(started) == 4:
+            raise KeyboardInterrupt
+        train(configs, jobs, console)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(experiment, "_train", killed)
+        with pytest.raises(KeyboardInterrupt):
+            report_of(tmp_path / "cut")
+    there = {p: p.stat().st_mtime_ns for p in (tmp_path / "cut").rglob("metrics.jsonl")}
+    assert there
+    assert report_of(tmp_path / "cut") == whole
+    assert all(p.stat().st_mtime_ns == before for p, before in there.items())
 
 
 @pytest.mark.full
