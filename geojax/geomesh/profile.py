@@ -5,6 +5,7 @@ Invariant: what does not compile, or runs out of memory, is left out; the rest i
 """
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,12 +20,14 @@ from geojax.geomesh.balance import Option, SliceProfile
 from geojax.meshes.aot import compiled_memory
 from geojax.meshes.strategy import Strategy
 from geojax.models.transformer import Params
-from geojax.train.agree import reason
+from geojax.train.agree import READY, first_chooses, reason, worst
+from geojax.train.engine import FOREIGN
 from geojax.train.program import Program
 from geojax.train.step import TrainState, init_state
 
 _LOG = logging.getLogger(__name__)
-_SECONDS = 0.3  # of steps to time, at least
+_SECONDS = 0.3  # of steps to time, about
+_FIRST_STEPS, _MOST_STEPS = 3, 10_000
 
 
 MakeProgram = Callable[[tuple[jax.Device, ...], Strategy], Program]
@@ -81,8 +84,15 @@ def _try(
         return reason(failure)
 
 
-def _measure(config: RunConfig, program: Program, params: Params) -> Option:
+def _measure(config: RunConfig, program: Program, params: Params) -> Option | str:
     strategy = program.strategy
+    failed = None
+    try:
+        program.compile(1)
+    except jax.errors.JaxRuntimeError as failure:
+        failed = reason(failure)
+    if worst(failed) != READY:  # the processes that could would wait for the others in a step
+        return failed or FOREIGN
     batch = empty_batch((1, strategy.global_batch), config.data.seq_len)
     tokens = np.random.default_rng(0).integers(
         0, config.model.vocab_size, batch.tokens.shape, np.int32
@@ -98,12 +108,17 @@ def _measure(config: RunConfig, program: Program, params: Params) -> Option:
     def step(state: TrainState) -> TrainState:
         return jax.block_until_ready(program.run(state, chunk, 1, 0.0, 0.0, 0))[0]
 
-    state = step(state)
-    started, steps = time.perf_counter(), 0
-    while (seconds := time.perf_counter() - started) < _SECONDS or steps < 3:
-        state = step(state)
-        steps += 1
-    return Option(strategy.global_batch, seconds / steps, peak, str(strategy))
+    def steps(state: TrainState, count: int) -> tuple[TrainState, float]:
+        started = time.perf_counter()
+        for _ in range(count):
+            state = step(state)
+        return state, time.perf_counter() - started
+
+    state, seconds = steps(step(state), _FIRST_STEPS)
+    wanted = math.ceil(_FIRST_STEPS * (_SECONDS / seconds - 1))
+    more = first_chooses(min(max(wanted, 0), _MOST_STEPS))  # the same in all processes
+    seconds += steps(state, more)[1]
+    return Option(strategy.global_batch, seconds / (_FIRST_STEPS + more), peak, str(strategy))
 
 
 def _memory_limit(device: jax.Device) -> int | None:

@@ -11,7 +11,6 @@ steps, however long the exchange took. It goes back to what is shared, and the s
 the round ends without it.
 """
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -21,7 +20,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from geojax.config import ConfigError, LostRunError, RunConfig, RunError, require
+from geojax.config import (
+    ConfigError,
+    LostRunError,
+    RunConfig,
+    RunError,
+    SliceConfig,
+    require,
+)
 from geojax.data import Corpus, TaskSet
 from geojax.geomesh.agreed import Agreed
 from geojax.geomesh.balance import Plan
@@ -48,9 +54,9 @@ from geojax.geomesh.slice_feedback import SliceFeedback
 from geojax.geomesh.slice_work import OpenWork
 from geojax.geomesh.sync import ErrorFeedback, Merged, Synchronizer, payload_bytes
 from geojax.geomesh.wan.history import History
-from geojax.geomesh.wan.member import Member, Message, Stopped
 from geojax.geomesh.wan.rounds import run_rounds
 from geojax.geomesh.wan.samples import Share, in_order
+from geojax.geomesh.wan.seat import Message, Seat, Stopped
 from geojax.geomesh.worker import Worker
 from geojax.meshes.axes import assign_devices
 from geojax.meshes.wan import wire_bytes
@@ -74,20 +80,14 @@ class SliceTrainer:
         index: int,
         corpus: Corpus | TaskSet,
         checkpoints: Checkpoints,
-        stop: threading.Event,
         watchdog: Watchdog,
     ):
         """State, taken from this slice's last checkpoint where there is one."""
         self.config, self.index = config, index
-        self._corpus, self._checkpoints = corpus, checkpoints
-        self._stop, self._watchdog = stop, watchdog
+        self._corpus, self._checkpoints, self._watchdog = corpus, checkpoints, watchdog
         self._names = [s.name for s in config.slices]
         self._sequences, self._valid = read_splits(config, corpus)
-        try:
-            wanted = [config.slices[index].devices]
-            (self._devices,) = assign_devices(wanted, jax.local_devices())
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        self._devices = _devices_of(config.slices[index])
         task = make_task(config)
         self._program = cache(lambda row, strategy: Program(task, strategy, row))
         if config.init:
@@ -132,12 +132,12 @@ class SliceTrainer:
             self.config, self._agreed.plan, self.traffic, self._exchange_seconds, False
         )
 
-    def run(self, member: Member, console: RunConsole) -> bool:
+    def run(self, member: Seat, console: RunConsole) -> bool:
         """To the end of the run; False if it was stopped before. Either way the state is saved."""
         self._member, self._console = member, console
         if self._saved:  # what the process before could not send
             member.record(*self._saved[1]["records"])
-        member.beat = lambda: self._watchdog.beat("waiting for others")
+        member.while_waiting(lambda: self._watchdog.beat("waiting for others"))
         try:
             run_rounds(member, self)
         except Stopped:
@@ -158,7 +158,7 @@ class SliceTrainer:
     def arrays(self) -> Sequence[np.ndarray]:
         return [np.ascontiguousarray(leaf) for leaf in self._shared_leaves()]
 
-    def facts(self, member: Member) -> Mapping[str, Any]:
+    def facts(self, member: Seat) -> Mapping[str, Any]:
         config = self.config
         facts: dict[str, Any] = {"corpus": self._text, "exchange_seconds": 0.0}
         if config.clock.kind == "modelled":
@@ -231,7 +231,7 @@ class SliceTrainer:
         span, self._ahead_span = agreed.spans(opened)
         if sent or worker.finished:
             return
-        if self._stop.is_set():
+        if self._member.stopping:
             raise Stopped
         worker.scale = agreed.planner.scale(self.index)
         worker.probe = agreed.planner.probe_due(self.index)
@@ -349,7 +349,7 @@ class SliceTrainer:
 
     def _stopped(self) -> bool:
         self._watchdog.beat(f"inner steps after round {self.border}")
-        return self._stop.is_set()
+        return self._member.stopping
 
     def _make_worker(self) -> None:
         """For the plan in force; with what the checkpoint holds of it, if that is of this round."""
@@ -502,3 +502,15 @@ class SliceTrainer:
 
     def _wall_seconds(self) -> float:
         return self._wall_before + time.perf_counter() - self._began
+
+
+def _devices_of(slice_: SliceConfig) -> tuple[jax.Device, ...]:
+    """Equally many of each of its processes."""
+    share = slice_.devices // slice_.processes
+    found: list[jax.Device] = []
+    for number in range(slice_.processes):
+        try:
+            found += assign_devices([share], jax.local_devices(process_index=number))[0]
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    return tuple(found)

@@ -11,38 +11,19 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
-from jaxtyping import UInt8
 
 from geojax.config import GrpcConfig, RunError
 from geojax.geomesh.wan.history import History
+from geojax.geomesh.wan.journal import Entry
 from geojax.geomesh.wan.link import Link
 from geojax.geomesh.wan.rpc import CallError, Client, Header, Server, chunks
-
-Message = UInt8[np.ndarray, "_"]
+from geojax.geomesh.wan.seat import Message, Offer, Overtaken, Stopped
 
 _LONGEST_PAUSE_SECONDS = 5.0  # between tries
 _RETRY_SECONDS = 0.2
-
-
-class Stopped(Exception):  # noqa: N818 - not an error
-    """The run is to stop here, saved."""
-
-
-class Overtaken(Exception):  # noqa: N818 - not an error
-    """A round's messages cannot be had any more."""
-
-
-class Offer(NamedTuple):
-    """The state that peers may fetch."""
-
-    epoch: int
-    border: int
-    digest: str
-    arrays: Sequence[np.ndarray]
-    """In an order that all slices share; never changed in place."""
 
 
 @dataclass
@@ -60,7 +41,7 @@ class UnderWay:
 
 
 class Member:
-    """A slice among the slices of a run; use as a context manager."""
+    """See geojax.geomesh.wan.seat.Seat; use as a context manager."""
 
     def __enter__(self) -> Self:
         return self
@@ -83,7 +64,7 @@ class Member:
         """`check(round, slice, message)` raises a RunError unless the message is that; a message
         has `message_bytes`. `stop` ends every wait."""
         self._config, self._names, self.index = config, names, index
-        self._check, self._stop, self.say = check, stop, say
+        self._check, self._stop, self._say = check, stop, say
         self._message_bytes = message_bytes
         self._client = Client(config)
         self._changed = threading.Condition()
@@ -96,15 +77,15 @@ class Member:
         }
         self.history = History()
         """As far as it is known here."""
-        self._read, self._chain = 0, ""
+        self._entries: list[Entry] = []
+        self._chain = ""
         self._addresses: dict[int, str] = {}
         self._mail: dict[tuple[int, int], dict[int, Message]] = {}
         self._offer: Offer | None = None
         self._underway: UnderWay | None = None
         """Or the last one."""
         self.finished = False
-        self.beat: Callable[[], None] = lambda: None
-        """Called while this slice waits."""
+        self._beat: Callable[[], None] = lambda: None
         self._failure: RunError | None = None
         self._heard = time.monotonic()
         self._server = Server(
@@ -139,10 +120,24 @@ class Member:
         self._server.stop()
         self._client.close()
 
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    def while_waiting(self, beat: Callable[[], None]) -> None:
+        self._beat = beat
+
+    def say(self, text: str) -> None:
+        self._say(text)
+
     def snapshot(self) -> History:
-        """The history as it is now."""
         with self._changed:
             return self.history.copy()
+
+    def entries(self, after: int) -> list[Entry]:
+        """Of the journal, all but the first `after`."""
+        with self._changed:
+            return self._entries[after:]
 
     def tell(self, **changes: Any) -> None:
         """What this slice does, from now on."""
@@ -178,7 +173,7 @@ class Member:
                     raise RunError(self.history.stopped)
                 if self._stop.is_set():
                     raise Stopped
-                self.beat()
+                self._beat()
                 left = 0.2 if deadline is None else min(0.2, deadline - time.monotonic())
                 if left <= 0:
                     return False
@@ -396,7 +391,7 @@ class Member:
             return self._status | self._identity | {"records": list(self._records)}
 
     def _where(self) -> Header:
-        return {"after": self._read, "chain": self._chain} | self._identity
+        return {"after": len(self._entries), "chain": self._chain} | self._identity
 
     def _heard_back(self, told: Header, reply: Header) -> None:
         with self._changed:
@@ -412,7 +407,7 @@ class Member:
             way = self._underway
             if way and way.over is None and self.is_past(way.epoch, way.number):
                 way.over = time.perf_counter()
-            self._read += len(reply["entries"])
+            self._entries += reply["entries"]
             self._chain = reply["chain"]
             self._addresses = {int(i): a for i, a in reply["addresses"].items()}
             self.finished = reply["finished"]
