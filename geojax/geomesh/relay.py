@@ -15,6 +15,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -28,15 +29,15 @@ from geojax.train.agree import first_chooses
 
 Bytes = UInt8[np.ndarray, "_"]
 
-_FRAME = struct.Struct("<4sIQ")
-"""Kind of a frame, bytes of its JSON, bytes of the arrays after it."""
+_FRAME = struct.Struct("<4sI")
+"""Kind of a frame, and the bytes of its JSON, which says how long the arrays after it are."""
 _SAID, _STOP, _BYE, _FAIL = b"said", b"stop", b"bye.", b"fail"
 _HELLO = struct.Struct("<4sII")
 """First words of a caller: its number, and the secret that JAX's cluster told it."""
 _HELLO_WORD = b"gjxr"
 _PIECE_BYTES = 2**20
 _POLL_SECONDS = 0.2
-_CONNECT_SECONDS = 60.0
+_CONNECT_SECONDS, _HELLO_SECONDS = 60.0, 5.0
 _GRACE_SECONDS = 3.0
 """For a process to end by itself, once another has said that it fails."""
 
@@ -61,7 +62,7 @@ class Relay:
         """Called while this process waits for what the first one says."""
         self._heard: queue.SimpleQueue[tuple[Any, list[Bytes]]] = queue.SimpleQueue()
         self._told_stop = False
-        self._ending = threading.Event()
+        self._ending, self._left = threading.Event(), threading.Event()
         self._sending = threading.Lock()
         self._readers = [
             threading.Thread(target=self._read, args=item, name=f"relay {item[0]}", daemon=True)
@@ -110,6 +111,10 @@ class Relay:
             try:
                 return self._heard.get(timeout=_POLL_SECONDS)
             except queue.Empty:
+                if self._left.is_set():
+                    raise RunError(
+                        f"{self._name}: the first process has ended its part, and this one has not"
+                    ) from None
                 self.beat()
 
     def _send(
@@ -117,7 +122,7 @@ class Relay:
     ) -> None:
         text = json.dumps([value, [a.size for a in arrays]]).encode()
         with self._sending:
-            line.sendall(_FRAME.pack(kind, len(text), sum(a.size for a in arrays)) + text)
+            line.sendall(_FRAME.pack(kind, len(text)) + text)
             for array in arrays:
                 line.sendall(memoryview(np.ascontiguousarray(array)))
 
@@ -125,7 +130,7 @@ class Relay:
         """All that process `other` says."""
         try:
             while True:
-                kind, text_bytes, _ = _FRAME.unpack(_receive(line, _FRAME.size))
+                kind, text_bytes = _FRAME.unpack(_receive(line, _FRAME.size))
                 value, sizes = json.loads(bytes(_receive(line, text_bytes)))
                 arrays = [_receive(line, size) for size in sizes]
                 if kind == _SAID:
@@ -135,6 +140,7 @@ class Relay:
                 elif kind == _FAIL:
                     return self._lost(other, f"fails: {value}", _GRACE_SECONDS)
                 else:
+                    self._left.set()
                     return None
         except OSError as error:
             return self._lost(other, f"has ended ({error.strerror or error})", 0.0)
@@ -142,10 +148,6 @@ class Relay:
     def _lost(self, other: int, how: str, grace_seconds: float) -> None:
         if self._ending.wait(grace_seconds):
             return
-        for number, line in self._lines.items():
-            if number != other:
-                with contextlib.suppress(OSError):
-                    self._send(line, _FAIL, f"process {other} {how}")
         self._end(
             f"{self._name}: process {other} of the slice {how}; the slice's processes are one JAX "
             f"cluster, so process {self._number} ends too. Start all of them again"
@@ -156,26 +158,66 @@ def connect(name: str, host: str, stop: threading.Event) -> Relay:
     """The relay of this JAX cluster, whose first process others reach at `host`; all processes call
     this. RunError where they do not find each other."""
     number, count = jax.process_index(), jax.process_count()
-    lines: dict[int, socket.socket] = {}
     with _listen() if number == 0 else contextlib.nullcontext() as listener:
         port = first_chooses(listener.getsockname()[1] if listener else 0)
         secret = first_chooses(secrets.randbits(31))
         if listener:
-            listener.settimeout(_CONNECT_SECONDS)
-            while len(lines) < count - 1:
-                try:
-                    line, _ = listener.accept()
-                except TimeoutError as error:
-                    raise RunError(
-                        f"{name}: {count - 1 - len(lines)} of its {count} processes did not "
-                        f"connect to port {port} of the first; is it open between them?"
-                    ) from error
-                _admit(line, secret, lines)
+            lines = admit(name, listener, count - 1, secret)
         else:
-            lines[0] = _call(name, host, port, _HELLO.pack(_HELLO_WORD, number, secret))
-    for line in lines.values():
-        _set_up(line)
+            lines = {0: call(name, (host, port), number, secret)}
     return Relay(number, lines, stop, name)
+
+
+def admit(
+    name: str,
+    listener: socket.socket,
+    others: int,
+    secret: int,
+    seconds: float = _CONNECT_SECONDS,
+) -> dict[int, socket.socket]:
+    """Lines to so many other processes, by number; whoever does not know `secret` is sent away.
+    RunError where they do not come."""
+    lines: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + seconds
+    while len(lines) < others:
+        try:
+            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            line, _ = listener.accept()
+        except TimeoutError as error:
+            raise RunError(
+                f"{name}: {others - len(lines)} of its {others + 1} processes did not reach port "
+                f"{listener.getsockname()[1]} of the first within {seconds:g} s; open the ports "
+                "between the machines of a slice"
+            ) from error
+        number = _hear_hello(line, secret)
+        if number is None or number in lines:
+            line.close()
+        else:
+            lines[number] = _set_up(line)
+    return lines
+
+
+def call(name: str, address: tuple[str, int], number: int, secret: int) -> socket.socket:
+    """The line of process `number` to the first one; RunError where that cannot be reached."""
+    try:
+        line = _set_up(socket.create_connection(address, timeout=_CONNECT_SECONDS))
+        line.sendall(_HELLO.pack(_HELLO_WORD, number, secret))  # a first word does not wait
+    except OSError as error:
+        raise RunError(
+            f"{name}: cannot reach its first process at {address[0]}:{address[1]} "
+            f"({error.strerror or error}); open the ports between the machines of a slice"
+        ) from error
+    return line
+
+
+def _hear_hello(line: socket.socket, secret: int) -> int | None:
+    """The caller's number; None: a stranger."""
+    line.settimeout(_HELLO_SECONDS)
+    try:
+        word, number, theirs = _HELLO.unpack(bytes(_receive(line, _HELLO.size)))
+    except OSError:
+        return None
+    return number if word == _HELLO_WORD and theirs == secret else None
 
 
 def _listen() -> socket.socket:
@@ -184,39 +226,15 @@ def _listen() -> socket.socket:
     return socket.create_server(("", 0))
 
 
-def _admit(line: socket.socket, secret: int, lines: dict[int, socket.socket]) -> None:
-    """Strangers are sent away."""
-    try:
-        line.settimeout(_CONNECT_SECONDS / 10)
-        word, number, theirs = _HELLO.unpack(_receive(line, _HELLO.size))
-    except OSError:
-        word, number, theirs = b"", 0, 0
-    if word == _HELLO_WORD and theirs == secret and number not in lines:
-        lines[number] = line
-    else:
-        line.close()
-
-
-def _call(name: str, host: str, port: int, hello: bytes) -> socket.socket:
-    try:
-        line = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)
-        line.sendall(hello)
-    except OSError as error:
-        raise RunError(
-            f"{name}: cannot reach its first process at {host}:{port} ({error.strerror or error}); "
-            "ports must be open between the machines of a slice"
-        ) from error
-    return line
-
-
-def _set_up(line: socket.socket) -> None:
-    """A machine that vanishes is noticed in half a minute."""
+def _set_up(line: socket.socket) -> socket.socket:
+    """Set so that a machine that vanishes is noticed in half a minute."""
     line.settimeout(None)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, option):  # not on every system
             line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return line
 
 
 def _receive(line: socket.socket, size: int) -> Bytes:
