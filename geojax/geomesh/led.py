@@ -88,8 +88,9 @@ class Led:
     def wait_for_the_end(self) -> None:
         self._ask("wait_for_the_end", lambda member: member.wait_for_the_end())
 
-    def send(self, epoch: int, number: int, message: Message) -> list[int]:
-        return self._member.send(epoch, number, message) if self._member else []
+    def send(self, epoch: int, number: int, message: Message) -> None:
+        if self._member:
+            self._member.send(epoch, number, message)
 
     def times(self, number: int, merged: Iterable[int]) -> tuple[float, float | None]:
         return self._member.times(number, merged) if self._member else (0.0, None)

@@ -189,9 +189,8 @@ class Member:
         with self._changed:
             return self.history.epoch != epoch or self.history.round >= number
 
-    def send(self, epoch: int, number: int, message: Message) -> list[int]:
-        """Begin to send this slice's message of the round to the others in it; whose messages are
-        here."""
+    def send(self, epoch: int, number: int, message: Message) -> None:
+        """Begin to send this slice's message of the round to the others in it."""
         with self._changed:
             members = self.history.members
             self._box(epoch, number)[self.index] = message
@@ -202,7 +201,6 @@ class Member:
                 threading.Thread(
                     target=self._send, args=(other, header, message), name="send", daemon=True
                 ).start()
-        return self._received(epoch, number)
 
     def times(self, number: int, merged: Iterable[int]) -> tuple[float, float | None]:
         """Seconds until this slice's message of a round was with the others that it merged, and
@@ -344,7 +342,6 @@ class Member:
             if current:  # it may be ahead of what this slice has read of the journal
                 self._mail.setdefault(key, {})[sender] = message
                 if key == (history.epoch, history.round + 1):
-                    self._status["received"] = self._received(*key)
                     self._link.hurry()
         return {"taken": current}
 
@@ -373,10 +370,6 @@ class Member:
     def _box(self, epoch: int, number: int) -> dict[int, Message]:
         return self._mail.setdefault((epoch, number), {})
 
-    def _received(self, epoch: int, number: int) -> list[int]:
-        with self._changed:
-            return sorted(self._mail.get((epoch, number), {}))
-
     def _prune(self, epoch: int, number: int) -> None:
         """Peers that are one round behind find its messages here, and no older ones."""
         for key in [k for k in self._mail if k < (epoch, number)]:
@@ -388,7 +381,11 @@ class Member:
 
     def _say_this(self) -> Header:
         with self._changed:
-            return self._status | self._identity | {"records": list(self._records)}
+            # What is here is looked up when it is said: messages come at any moment.
+            epoch, border = self._status["epoch"], self._status["border"]
+            received = sorted(self._mail.get((epoch, border + 1), {}))
+            told = {"received": received, "records": list(self._records)}
+            return self._status | self._identity | told
 
     def _where(self) -> Header:
         return {"after": len(self._entries), "chain": self._chain} | self._identity
@@ -411,9 +408,6 @@ class Member:
             self._chain = reply["chain"]
             self._addresses = {int(i): a for i, a in reply["addresses"].items()}
             self.finished = reply["finished"]
-            if reply["entries"]:
-                key = (self.history.epoch, self.history.round + 1)
-                self._status["received"] = self._received(*key)
             self._changed.notify_all()
 
     def _was_refused(self, why: str) -> None:

@@ -104,8 +104,8 @@ def run_rounds(member: Seat, replica: Replica) -> None:
         replica.work(members)
         message, facts = replica.message()
         if ahead := not member.is_past(epoch, number):
-            received = member.send(epoch, number, message)
-            _say_where(member, replica, "waiting", facts=dict(facts), received=received)
+            member.send(epoch, number, message)
+            _say_where(member, replica, "waiting", facts=dict(facts))
             ahead = replica.go_on()
         member.wait_past(epoch, number)
         history = member.snapshot()

@@ -95,9 +95,8 @@ class Seat(Protocol):
         """Until every slice has reached the end, or the coordinator has gone."""
         ...
 
-    def send(self, epoch: int, number: int, message: Message) -> list[int]:
-        """Begin to send this slice's message of the round to the others in it; whose messages are
-        here."""
+    def send(self, epoch: int, number: int, message: Message) -> None:
+        """Begin to send this slice's message of the round to the others in it."""
         ...
 
     def times(self, number: int, merged: Iterable[int]) -> tuple[float, float | None]:
