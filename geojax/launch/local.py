@@ -64,6 +64,7 @@ def launch_local(
         f"--local {slices}: the run has {len(config.slices)} slices, and each is a process; say "
         f"--local {len(config.slices)}, or change slices",
     )
+    _require_processors(config)
     begin_folder(config, folder, "launch")
     return _run(config, folder, restarts, console or Console(highlight=False))
 
@@ -71,11 +72,11 @@ def launch_local(
 def relaunch(folder: Path, restarts: int, console: Console | None = None) -> bool:
     """Go on with the run in `folder`; as `launch_local`."""
     config = with_grpc(read_config(folder / "config.json"))
+    _require_processors(config)
     return _run(config, folder, restarts, console or Console(highlight=False))
 
 
 def _run(config: RunConfig, folder: Path, restarts: int, console: Console) -> bool:
-    _require_processors(config)
     (folder / ADDRESS_FILE).unlink(missing_ok=True)
     coordinator = _Child(COORDINATOR, [*_PROGRAM, "coordinator", "--resume", str(folder)])
     children = {COORDINATOR: coordinator}

@@ -27,7 +27,8 @@ class World:
         self.stop = threading.Event()
         self.stops = {}
         self.processes = processes
-        config = GrpcConfig(**FAST)
+        # A slow machine is not to leave a slice out.
+        config = GrpcConfig(**FAST | {"deadline_floor_seconds": 30.0, "lease_seconds": 30.0})
         self.journal = Journal(folder / "journal.jsonl")
         coordinator = Coordinator(Run(names(SLICES), FINGERPRINT), config, self.journal)
         self.served = Served(coordinator, config, SLICES, self.stop)
