@@ -262,8 +262,9 @@ def _trainer(
     )
     require(
         config.platform.cluster.processes == 1,
-        f"platform.cluster.processes {config.platform.cluster.processes}: slices share one process "
-        "so far; set it to 1, or give a strategy in place of slices",
+        f"platform.cluster.processes {config.platform.cluster.processes}: one process has all "
+        "slices here; set it to 1, start the run by `geojax launch`, or give a strategy in "
+        "place of slices",
     )
     assert metrics is not None, "one process is the first"
     if config.halos:

@@ -189,8 +189,8 @@ def test_batches_and_strategies_of_slices_follow_the_noise(
     taken = []
     chunks = TrainSequences.chunks
 
-    def spying(self, first, steps, batch, chunk_steps):
-        for i, (chunk, real) in enumerate(chunks(self, first, steps, batch, chunk_steps)):
+    def spying(self, first, steps, batch, chunk_steps, **more):
+        for i, (chunk, real) in enumerate(chunks(self, first, steps, batch, chunk_steps, **more)):
             begin = first + i * chunk_steps * batch
             taken.extend(range(begin, begin + real * batch))
             yield chunk, real
