@@ -4,6 +4,7 @@
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -56,6 +57,15 @@ class Launch:
         self.lines: list[str] = []
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
+
+    def __enter__(self) -> "Launch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever became of it, nothing is left behind."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(PATIENCE_SECONDS)
 
     def _read(self) -> None:
         with self.process.stdout, self.folder.with_suffix(".log").open("a") as log:
