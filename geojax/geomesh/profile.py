@@ -62,7 +62,7 @@ def measured_profiles(
     sharers = Counter(device for row in devices for device in row)
     profiles = []
     for s, row, row_options in zip(config.slices, devices, options, strict=True):
-        limit = _memory_limit(row[0])
+        limit = _memory_limit(row)
         if limit is not None:  # slices that share a device keep their states on it side by side
             limit //= max(sharers[device] for device in row)
         profiles.append(SliceProfile(s.name, row_options, limit))
@@ -93,7 +93,8 @@ def _measure(config: RunConfig, program: Program, params: Params) -> Option | st
         failed = reason(failure)
     if worst(failed) != READY:  # the processes that could would wait for the others in a step
         return failed or FOREIGN
-    batch = empty_batch((1, strategy.global_batch), config.data.seq_len)
+    rows = len(program.local_sequences or range(strategy.global_batch))
+    batch = empty_batch((1, rows), config.data.seq_len)
     tokens = np.random.default_rng(0).integers(
         0, config.model.vocab_size, batch.tokens.shape, np.int32
     )
@@ -102,7 +103,7 @@ def _measure(config: RunConfig, program: Program, params: Params) -> Option | st
     batch = batch._replace(tokens=tokens, targets=tokens, weights=weights, positions=positions)
     chunk = program.put_chunk(batch)
     state = program.put_state(init_state(params, config.train))
-    limited = _memory_limit(program.devices[0]) is not None
+    limited = _memory_limit(program.devices) is not None
     peak = compiled_memory(program.compile(1)).total_bytes if limited else 0
 
     def step(state: TrainState) -> TrainState:
@@ -121,7 +122,8 @@ def _measure(config: RunConfig, program: Program, params: Params) -> Option | st
     return Option(strategy.global_batch, seconds / (_FIRST_STEPS + more), peak, str(strategy))
 
 
-def _memory_limit(device: jax.Device) -> int | None:
-    """What the device tells; None on CPU, where nothing is measured against it."""
-    stats = device.memory_stats()
+def _memory_limit(devices: Sequence[jax.Device]) -> int | None:
+    """What the first of them that is this process's tells; None on CPU, where nothing is measured
+    against it."""
+    stats = next(d for d in devices if d.process_index == jax.process_index()).memory_stats()
     return stats.get("bytes_limit") if stats else None

@@ -420,6 +420,21 @@ def test_what_cannot_be_measured_is_left_out_and_said(config, caplog, monkeypatc
     assert "slice two does without dp2-tp1-pp1-mb1-gb16" in caplog.messages[0]
 
 
+def test_memory_is_asked_of_a_device_of_this_process():
+    class Device:
+        def __init__(self, process_index, stats):
+            self.process_index, self.stats = process_index, stats
+
+        def memory_stats(self):
+            if self.stats is None:
+                raise jax.errors.JaxRuntimeError("of another process")
+            return self.stats
+
+    devices = Device(1, None), Device(0, {"bytes_limit": 7}), Device(0, {"bytes_limit": 8})
+    assert profile_module._memory_limit(devices) == 7
+    assert profile_module._memory_limit((Device(0, {}),)) is None
+
+
 @pytest.mark.full
 def test_the_optimizer_keeps_what_it_knows_over_a_change(
     config, injected, trainers, tmp_path, monkeypatch

@@ -48,22 +48,29 @@ def config():
             compute_dtype="float32",
         ),
         slices=(
-            SliceConfig("east", "eastus", devices=2, sharding="all", speed=2.0{two}),
-            *(SliceConfig(name, "westus2", speed=1.0) for name in {others}),
+            SliceConfig("east", devices=2, sharding="all"{two}{fast}),
+            *(SliceConfig(name{slow}) for name in {others}),
         ),
         balance=BalanceConfig(inner_steps=4, batch_sizes=({batch},)),
-        exchange=ExchangeConfig(schedule="gather", engine="{engine}"),
+        exchange=ExchangeConfig(schedule="gather", engine="{engine}", overlap={overlap}),
         outer=OuterConfig(outer),
-        clock=ClockConfig(
-            kind="modelled", wan="geomesh-azure", base_step_seconds=1.0, base_batch={batch}
-        ),
+        clock=ClockConfig({clock}),
         eval=EvalConfig(every_tokens={tokens} // 3, sequences=16, batch=8),
         checkpoint=CheckpointConfig(every_rounds=4),
     )
 """
 
 
-def write_settings(folder: Path, rounds: int, others=("west",)) -> None:
+MODELLED = {
+    "clock": f"'modelled', wan='geomesh-azure', base_step_seconds=1.0, base_batch={BATCH}",
+    "fast": ", region='eastus', speed=2.0",
+    "slow": ", region='westus2', speed=1.0",
+    "overlap": 0.0,
+}
+MEASURED = {"clock": "", "fast": "", "slow": "", "overlap": 0.5}
+
+
+def write_settings(folder: Path, rounds: int, others=("west",), clock=MODELLED) -> None:
     """`apart.py` and `together.py`: the same run in processes, and in one."""
     steps = 8 + 4 * len(others)
     facts = {
@@ -71,6 +78,7 @@ def write_settings(folder: Path, rounds: int, others=("west",)) -> None:
         "batch": BATCH,
         "seq_len": SEQ_LEN,
         "others": others,
+        **clock,
     }
     for name, engine, two in (("apart", "grpc", ", processes=2"), ("together", "mesh", "")):
         text = SETTINGS.format(engine=engine, two=two, **facts)
@@ -132,7 +140,7 @@ def test_a_signal_to_one_process_saves_its_slice_which_goes_on_exactly(place):
 @pytest.mark.full
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_ends_its_slice_which_comes_back_while_others_go_on(place, victim):
-    write_settings(place, rounds=100_000, others=("west", "south"))
+    write_settings(place, rounds=100_000, others=("west", "south"), clock=MEASURED)
     with launch(place, 3) as run:
         run.until_round(random.randint(3, 6))
         pids = [run.pid(f"east/{number}") for number in range(2)]
