@@ -56,6 +56,7 @@ def _train_slice(args: list[str]) -> int:
     if args[0] == "--resume":
         options = parse(ResumeSlice, args[1:], "geojax train --resume")
         config = _runs().read_config(options.run / "config.json")
+        config = _runs().with_cluster(config, options.cluster)
         folder = options.run / "slices" / options.slice
         processes.take_part(config, folder, options.slice, options.coordinator)
         return 0

@@ -101,7 +101,7 @@ def begin_folder(config: RunConfig, folder: Path, command: str = "train") -> Non
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Which processes work on it is not a fact of the run.
-        save_config(_with_cluster(config, ClusterConfig()), folder / "config.json")
+        save_config(with_cluster(config, ClusterConfig()), folder / "config.json")
     except OSError as error:
         raise ConfigError(f"cannot write the run into {folder}: {error}") from error
 
@@ -122,12 +122,13 @@ def resume(
     config = read_config(folder / "config.json")
     if strategy is not None:
         config = replace(config, strategy=strategy, chain=(), cona=None)
-    running = _with_cluster(config, cluster or ClusterConfig())
+    running = with_cluster(config, cluster or ClusterConfig())
     rows = _join(running)
     return _run(running, folder, console, rows, config if strategy is not None else None)
 
 
-def _with_cluster(config: RunConfig, cluster: ClusterConfig) -> RunConfig:
+def with_cluster(config: RunConfig, cluster: ClusterConfig) -> RunConfig:
+    """`config` in these processes."""
     return replace(config, platform=replace(config.platform, cluster=cluster))
 
 
@@ -201,7 +202,7 @@ def _train(
         if first:
             metrics = stack.enter_context(MetricsWriter(folder / "metrics.jsonl"))
         checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", config.checkpoint))
-        corpus = _prepare(config, checkpoints, output)
+        corpus = prepare(config, checkpoints, output)
         watchdog = stack.enter_context(platform.Watchdog(config.platform.watchdog, folder))
         trainer = _trainer(config, corpus, metrics, checkpoints, stop, watchdog)
         if changed and first:
@@ -261,8 +262,9 @@ def _trainer(
     )
     require(
         config.platform.cluster.processes == 1,
-        f"platform.cluster.processes {config.platform.cluster.processes}: slices share one process "
-        "so far; set it to 1, or give a strategy in place of slices",
+        f"platform.cluster.processes {config.platform.cluster.processes}: one process has all "
+        "slices here; set it to 1, start the run by `geojax launch`, or give a strategy in "
+        "place of slices",
     )
     assert metrics is not None, "one process is the first"
     if config.halos:
@@ -276,18 +278,18 @@ def _trainer(
     return Trainer(config, corpus, metrics, checkpoints, stop, watchdog)
 
 
-def _prepare(config: RunConfig, checkpoints: "Checkpoints", output: Console) -> "Corpus | TaskSet":
+def prepare(config: RunConfig, checkpoints: "Checkpoints", output: Console) -> "Corpus | TaskSet":
     """The tokens; made by one process at a time, as processes may share a cache."""
     import jax
     from jax.experimental import multihost_utils
 
-    from geojax.data import prepare
+    from geojax import data
 
     known = None if checkpoints.empty else checkpoints.meta()["corpus"]
     corpus = None
     for turn in range(jax.process_count()):
         if turn == jax.process_index():
-            corpus = prepare(
+            corpus = data.prepare(
                 config.data, config.model.vocab_size, progress=output.print, known=known
             )
         if jax.process_count() > 1:

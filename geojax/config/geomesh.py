@@ -24,6 +24,8 @@ class SliceConfig:
     """Region of the WAN; needed where the clock models the WAN."""
     devices: int = 1
     """JAX devices of this slice. Slices share devices where there are too few for all."""
+    processes: int = 1
+    """exchange.engine grpc: processes of the slice, equally many of its devices in each."""
     tp: int = 1
     """Devices that share every layer (tensor parallelism); the rest of `devices` divides the
     batch."""
@@ -43,9 +45,14 @@ class SliceConfig:
     def __post_init__(self):
         require(self.name, "slices: a name is empty; name each slice, by its region for example")
         require(self.devices >= 1, f"slice {self.name}: devices {self.devices} must be at least 1")
-        for name in ("tp", "pp"):
+        for name in ("tp", "pp", "processes"):
             value = getattr(self, name)
             require(value >= 1, f"slice {self.name}: {name} {value} must be at least 1")
+        require(
+            self.devices % self.processes == 0,
+            f"slice {self.name}: devices {self.devices} do not divide by processes "
+            f"{self.processes}; use a multiple of {self.processes} devices",
+        )
         require(
             self.devices % (self.tp * self.pp) == 0,
             f"slice {self.name}: devices {self.devices} do not divide by tp {self.tp} x pp "

@@ -155,6 +155,13 @@ class RunConfig:
             "grpc says how slices in processes of their own talk, and exchange.engine is "
             f"{self.exchange.engine!r}; leave it unset, or start the run by `geojax launch`",
         )
+        for s in self.slices:
+            require(
+                grpc or s.processes == 1,
+                f"slice {s.name}: processes {s.processes}, and exchange.engine is "
+                f"{self.exchange.engine!r}, where one process has all slices; leave processes at "
+                "1, or set exchange.engine to 'grpc' and start the run by `geojax launch`",
+            )
         require(
             self.balance.replan is None or (grpc and self.clock.kind == "measured"),
             f"balance.replan {self.balance.replan} follows measured speeds of slices in processes "

@@ -5,6 +5,7 @@ Invariant: what does not compile, or runs out of memory, is left out; the rest i
 """
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -20,12 +21,14 @@ from geojax.geomesh.options import MakeProgram
 from geojax.meshes.aot import compiled_memory
 from geojax.meshes.strategy import Strategy
 from geojax.models.transformer import Params
-from geojax.train.agree import reason
+from geojax.train.agree import READY, first_chooses, reason, worst
+from geojax.train.engine import FOREIGN
 from geojax.train.program import Program
 from geojax.train.step import TrainState, init_state
 
 _LOG = logging.getLogger(__name__)
-_SECONDS = 0.3  # of steps to time, at least
+_SECONDS = 0.3  # of steps to time, about
+_FIRST_STEPS, _MOST_STEPS = 3, 10_000
 
 
 def measured_profiles(
@@ -57,7 +60,7 @@ def measured_profiles(
     sharers = Counter(device for row in devices for device in row)
     profiles = []
     for s, row, row_options in zip(config.slices, devices, options, strict=True):
-        limit = _memory_limit(row[0])
+        limit = _memory_limit(row)
         if limit is not None:  # slices that share a device keep their states on it side by side
             limit //= max(sharers[device] for device in row)
         profiles.append(SliceProfile(s.name, row_options, limit))
@@ -79,9 +82,17 @@ def _try(
         return reason(failure)
 
 
-def _measure(config: RunConfig, program: Program, params: Params) -> Option:
+def _measure(config: RunConfig, program: Program, params: Params) -> Option | str:
     strategy = program.strategy
-    batch = empty_batch((1, strategy.global_batch), config.data.seq_len)
+    failed = None
+    try:
+        program.compile(1)
+    except jax.errors.JaxRuntimeError as failure:
+        failed = reason(failure)
+    if worst(failed) != READY:  # the processes that could would wait for the others in a step
+        return failed or FOREIGN
+    rows = len(program.local_sequences or range(strategy.global_batch))
+    batch = empty_batch((1, rows), config.data.seq_len)
     tokens = np.random.default_rng(0).integers(
         0, config.model.vocab_size, batch.tokens.shape, np.int32
     )
@@ -90,21 +101,27 @@ def _measure(config: RunConfig, program: Program, params: Params) -> Option:
     batch = batch._replace(tokens=tokens, targets=tokens, weights=weights, positions=positions)
     chunk = program.put_chunk(batch)
     state = program.put_state(init_state(params, config.train))
-    limited = _memory_limit(program.devices[0]) is not None
+    limited = _memory_limit(program.devices) is not None
     peak = compiled_memory(program.compile(1)).total_bytes if limited else 0
 
     def step(state: TrainState) -> TrainState:
         return jax.block_until_ready(program.run(state, chunk, 1, 0.0, 0.0, 0))[0]
 
-    state = step(state)
-    started, steps = time.perf_counter(), 0
-    while (seconds := time.perf_counter() - started) < _SECONDS or steps < 3:
-        state = step(state)
-        steps += 1
-    return Option(strategy.global_batch, seconds / steps, peak, str(strategy))
+    def steps(state: TrainState, count: int) -> tuple[TrainState, float]:
+        started = time.perf_counter()
+        for _ in range(count):
+            state = step(state)
+        return state, time.perf_counter() - started
+
+    state, seconds = steps(step(state), _FIRST_STEPS)
+    wanted = math.ceil(_FIRST_STEPS * (_SECONDS / seconds - 1))
+    more = first_chooses(min(max(wanted, 0), _MOST_STEPS))  # the same in all processes
+    seconds += steps(state, more)[1]
+    return Option(strategy.global_batch, seconds / (_FIRST_STEPS + more), peak, str(strategy))
 
 
-def _memory_limit(device: jax.Device) -> int | None:
-    """What the device tells; None on CPU, where nothing is measured against it."""
-    stats = device.memory_stats()
+def _memory_limit(devices: Sequence[jax.Device]) -> int | None:
+    """What the first of them that is this process's tells; None on CPU, where nothing is measured
+    against it."""
+    stats = next(d for d in devices if d.process_index == jax.process_index()).memory_stats()
     return stats.get("bytes_limit") if stats else None

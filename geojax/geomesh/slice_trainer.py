@@ -11,7 +11,6 @@ steps, however long the exchange took. It goes back to what is shared, and the s
 the round ends without it.
 """
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -21,11 +20,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from geojax.config import ConfigError, LostRunError, RunConfig, RunError, require
+from geojax.config import (
+    ConfigError,
+    LostRunError,
+    RunConfig,
+    RunError,
+    SliceConfig,
+)
 from geojax.data import Corpus, TaskSet
 from geojax.geomesh.agreed import Agreed
 from geojax.geomesh.balance import Plan
-from geojax.geomesh.checkpoint import abstract_slice, checkpoint_tree
 from geojax.geomesh.clock import modelled_exchange_seconds, traffic
 from geojax.geomesh.layout import make_layout
 from geojax.geomesh.options import Preparer, choices, work_strategy
@@ -37,32 +41,25 @@ from geojax.geomesh.parts import (
     read_splits,
 )
 from geojax.geomesh.profile import measured_profiles
-from geojax.geomesh.records import (
-    derived_rows,
-    left_out,
-    part_record,
-    round_record,
-    start_record,
-)
+from geojax.geomesh.records import derived_rows, left_out, start_record
+from geojax.geomesh.slice_checkpoint import Saved, restore, save
 from geojax.geomesh.slice_feedback import SliceFeedback
+from geojax.geomesh.slice_records import Closed, SliceRecords
 from geojax.geomesh.slice_work import OpenWork
-from geojax.geomesh.sync import ErrorFeedback, Merged, Synchronizer, payload_bytes
+from geojax.geomesh.sync import Synchronizer, payload_bytes
 from geojax.geomesh.wan.history import History
-from geojax.geomesh.wan.member import Member, Message, Stopped
 from geojax.geomesh.wan.rounds import run_rounds
 from geojax.geomesh.wan.samples import Share, in_order
+from geojax.geomesh.wan.seat import Message, Seat, Stopped
 from geojax.geomesh.worker import Worker
 from geojax.meshes.axes import assign_devices
-from geojax.meshes.wan import wire_bytes
 from geojax.models.transformer import init_params
 from geojax.platform import Watchdog
 from geojax.track.console import RunConsole
-from geojax.track.metrics import to_json
 from geojax.train.checkpoint import Checkpoints
 from geojax.train.initial import read_init
-from geojax.train.origin import check_origin, origin
 from geojax.train.program import Program
-from geojax.train.steering import make_task, noise_record
+from geojax.train.steering import make_task
 
 
 class SliceTrainer:
@@ -74,21 +71,15 @@ class SliceTrainer:
         index: int,
         corpus: Corpus | TaskSet,
         checkpoints: Checkpoints,
-        stop: threading.Event,
         watchdog: Watchdog,
     ):
         """State, taken from this slice's last checkpoint where there is one."""
         self.config, self.index = config, index
-        self._corpus, self._checkpoints = corpus, checkpoints
-        self._stop, self._watchdog = stop, watchdog
+        self._corpus, self._checkpoints, self._watchdog = corpus, checkpoints, watchdog
         self._names = [s.name for s in config.slices]
         self._sequences, self._valid = read_splits(config, corpus)
-        try:
-            wanted = [config.slices[index].devices]
-            (self._devices,) = assign_devices(wanted, jax.local_devices())
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        task = make_task(config)
+        self._devices = _devices_of(config.slices[index])
+        task = make_task(config, evaluates=True)
         self._program = cache(lambda row, strategy: Program(task, strategy, row))
         self._preparer = Preparer(config, self._program)
         if config.init:
@@ -119,13 +110,16 @@ class SliceTrainer:
         self._reached: tuple[int, int] | None = None
         self._digest: tuple[tuple[int, int], str] | None = None
         self._open = OpenWork()
-        self._began = time.perf_counter()
-        self._exchanged_seconds = self._wall_before = 0.0
-        self._saved: tuple[dict[str, Any], dict[str, Any]] | None = None
-        """Of the worker, and facts, as the checkpoint has them."""
+        self._records = SliceRecords(
+            config, self.traffic, self.message_bytes, self._exchange_seconds
+        )
+        self._saved: Saved | None = None
         self.resumed = not checkpoints.empty
         if self.resumed:
-            self._restore()
+            name = self._names[index]
+            self._saved = restore(checkpoints, config, corpus, name, self._outer, self._feedback)
+            self.epoch, self.border = (self._saved.meta[k] for k in ("epoch", "border"))
+            self._records.wall_before = self._saved.meta["wall_seconds"]
 
     def describe(self) -> list[tuple[str, str]]:
         """What the run derived from its config, as (label, value)."""
@@ -133,12 +127,13 @@ class SliceTrainer:
             self.config, self._agreed.plan, self.traffic, self._exchange_seconds, False
         )
 
-    def run(self, member: Member, console: RunConsole) -> bool:
+    def run(self, member: Seat, console: RunConsole) -> bool:
         """To the end of the run; False if it was stopped before. Either way the state is saved."""
         self._member, self._console = member, console
+        self._records.begin(member, console)
         if self._saved:  # what the process before could not send
-            member.record(*self._saved[1]["records"])
-        member.beat = lambda: self._watchdog.beat("waiting for others")
+            member.record(*self._saved.meta["records"])
+        member.while_waiting(lambda: self._watchdog.beat("waiting for others"))
         try:
             run_rounds(member, self)
         except Stopped:
@@ -160,7 +155,7 @@ class SliceTrainer:
     def arrays(self) -> Sequence[np.ndarray]:
         return [np.ascontiguousarray(leaf) for leaf in self._shared_leaves()]
 
-    def facts(self, member: Member) -> Mapping[str, Any]:
+    def facts(self, member: Seat) -> Mapping[str, Any]:
         config = self.config
         facts: dict[str, Any] = {"corpus": self._text, "exchange_seconds": 0.0}
         if config.clock.kind == "modelled":
@@ -208,7 +203,7 @@ class SliceTrainer:
             if self.index == 0:  # all would say the same
                 self._console.header("derived", self.describe())
         if not self.border and fresh:
-            self._record("start", **start_record(self.config, agreed.plan, self.traffic))
+            self._tell("start", **start_record(self.config, agreed.plan, self.traffic))
         total, every = self.config.train.total_tokens, self.config.eval.every_tokens
         tokens, before = agreed.tokens, agreed.tokens_before
         due = tokens >= total or (every and tokens // every > before // every)
@@ -216,9 +211,9 @@ class SliceTrainer:
             self._member.tell(phase="busy")
             with self._watchdog.pause():
                 result = evaluate_shared(self.worker, self._valid, self.config)
-            self._record("eval", tokens=tokens, seconds=None, **result)
+            self._tell("eval", tokens=tokens, seconds=None, **result)
         if agreed.considered:
-            self._record("plan", tokens=tokens, **agreed.considered)
+            self._tell("plan", tokens=tokens, **agreed.considered)
         if self._plan != agreed.plan:
             self._take_up()
         if agreed.likely:
@@ -235,7 +230,7 @@ class SliceTrainer:
         span, self._ahead_span = agreed.spans(opened)
         if sent or worker.finished:
             return
-        if self._stop.is_set():
+        if self._member.stopping:
             raise Stopped
         worker.scale = agreed.planner.scale(self.index)
         worker.probe = agreed.planner.probe_due(self.index)
@@ -259,7 +254,7 @@ class SliceTrainer:
             "steps": p.steps,
             "noise": {source: list(map(float, sums)) for source, sums in p.noise.items()},
             "step_seconds": p.compute_seconds / p.done,
-            "exchange_seconds": self._exchanged_seconds,
+            "exchange_seconds": self._records.exchanged_seconds,
             "expected_seconds": self._agreed.plan.compute_seconds,
         }
         return message, facts
@@ -278,7 +273,8 @@ class SliceTrainer:
         if number <= feedback.settled:
             return
         feedback.settled = number
-        if merged and self._open.contribution is None and self._saved_round() == number:
+        saved = self._saved
+        if merged and not self._open.contribution and saved and saved.round == number:
             self._agreed.follow(history, number - 1)
             self._make_worker()
             if self.worker.finished or self._open.sent_round == number:
@@ -300,13 +296,15 @@ class SliceTrainer:
         result = self._synchronizer.merge(number, row, jax.tree.leaves(self._outer.params))
         if result.pseudo_gradients:
             self._outer_step.apply(self._outer, result.pseudo_gradients[0], progress)
-        self._digest = ((history.epoch, number), digest(self._outer).hex())
+        found = digest(self._outer).hex()
+        self._digest = ((history.epoch, number), found)
         agreed.follow(history, number)
         applied = time.perf_counter() - started
         missing = left_out(result.headers, self._names)
         merged = history.rounds[number - 1]["merged"]
         if self._open.contribution:
-            self._write(number, plan, members, merged, result, missing)
+            closed = Closed(number, plan, members, merged, result, missing, found)
+            self._records.round(closed, self.worker, self._open, agreed)
         self._open.merged(self._worker, number)
         self._open.accounts.outer_seconds = applied
         if poor := [name for name in missing if self._names.index(name) in merged]:
@@ -353,7 +351,7 @@ class SliceTrainer:
 
     def _stopped(self) -> bool:
         self._watchdog.beat(f"inner steps after round {self.border}")
-        return self._stop.is_set()
+        return self._member.stopping
 
     def _make_worker(self) -> None:
         """For the plan in force; with what the checkpoint holds of it, if that is of this round."""
@@ -364,17 +362,8 @@ class SliceTrainer:
         program = self._program(self._devices, work_strategy(self.config, self.index, work))
         worker = Worker(self.index, work, steps, program, self._outer, self._feedback.value)
         if self._saved:
-            kept, meta = self._saved
-            here = meta["mid_round"] and self._saved_round() == self.border + 1
-            facts = meta if here else {"progress": {}, "sent": None}
-            if not here:
-                kept = kept | {"params": self._outer.params}
-            worker.restore(kept, self._outer, facts)
+            self._saved.give(worker, self._outer, self.border + 1, self._open)
             worker.feedback = self._feedback.value
-            if meta["batch"] != work.batch:
-                worker.state = program.carry_over(worker.state, meta["batch"])
-            if here:
-                self._open.restore(meta)
         worker.compile()
         self._worker = worker
 
@@ -393,7 +382,7 @@ class SliceTrainer:
         if agreed.changed is None:
             return
         before, decision = agreed.changed
-        self._record(
+        self._tell(
             "switch",
             tokens=agreed.tokens,
             **{"from": str(before), "to": str(agreed.plan)},
@@ -408,101 +397,38 @@ class SliceTrainer:
         if self._worker:
             self._worker.feedback = self._feedback.value
 
-    def _write(
-        self,
-        number: int,
-        plan: Plan,
-        members: Sequence[int],
-        merged: Sequence[int],
-        result: Merged,
-        missing: Sequence[str],
-    ) -> None:
-        """This slice's records of a round that it was merged in."""
-        worker, work, agreed = self.worker, self._open, self._agreed
-        contribution, accounts = work.contribution, work.accounts
-        assert contribution, "it was merged"
-        sending, waited = self._member.times(number, merged)
-        self._exchanged_seconds = waited or 0.0
-        modelled = self._exchange_seconds
-        if modelled is not None:
-            waited = modelled
-        gone_on = work.sent_round == number
-        ahead = self.config.exchange.steps_ahead(worker.work.inner_steps) if gone_on else 0
-        busy = accounts.busy_seconds
-        part = accounts.close(worker, ahead, sending, modelled)
-        line = round_record(result, self.traffic) | {
-            "tokens": agreed.tokens,
-            "hash": self._digest[1] if self._digest else None,
-            "left_out": list(missing),
-            "wall_seconds": self._wall_seconds(),
-        }
-        if self.config.cona:
-            line |= {"strategy": str(plan), "noise": noise_record(agreed.planner.watch)}
-        line["samples"] = agreed.data.merged
-        sent = wire_bytes("gather", len(members), self.message_bytes)
-        mine = part_record(worker, contribution, sent, self.traffic, part, waited, busy)
-        record = {"kind": "slice", "round": number, "line": line, **mine}
-        self._member.record(to_json(record))
-        if worker.ended.skipped:
-            self._console.warn(
-                f"round {number}: skipped {worker.ended.skipped} of {worker.ended.done} "
-                "inner steps (loss or gradient not finite, or a spike)"
-            )
-
-    def _record(self, kind: str, **fields: Any) -> None:
-        self._member.record(to_json({"kind": kind, "round": self.border, **fields}))
+    def _tell(self, kind: str, **fields: Any) -> None:
+        self._records.tell(kind, self.border, **fields)
 
     def _save(self, mid_round: bool) -> None:
         if self._worker is None:
             return  # what was restored is still on disk
-        worker = self._worker
-        meta = origin(self.config, self._corpus) | {
-            "slice": self._names[self.index],
+        place = {
             "epoch": self.epoch,
             "border": self.border,
             "feedback_round": self._feedback.round,
-            "mid_round": mid_round,
-            **worker.facts(),
-            **self._open.facts(),
-            "batch": worker.work.batch,
-            "records": self._member.unwritten,
-            "wall_seconds": self._wall_seconds(),
+            "wall_seconds": self._records.wall_seconds,
         }
         with self._watchdog.pause():
-            self._checkpoints.save(checkpoint_tree([worker], mid_round), meta)
+            save(
+                self._checkpoints,
+                self.config,
+                self._corpus,
+                self._worker,
+                self._open,
+                place,
+                self._member.unwritten,
+                mid_round,
+            )
 
-    def _restore(self) -> None:
-        meta = self._checkpoints.meta()
-        check_origin(meta, self.config, self._corpus)
-        name = self._names[self.index]
-        require(
-            meta["slice"] == name,
-            f"the checkpoint is of slice {meta['slice']}, and this is {name}; give each slice a "
-            "folder of its own",
-        )
-        abstract = abstract_slice(
-            name,
-            self._outer,
-            self._feedback.value,
-            self.config.train,
-            meta["mid_round"],
-            meta["sent"] is not None,
-        )
-        state, meta = self._checkpoints.restore(abstract)
-        shared = jax.tree.map(np.array, (state["params"], state["outer_opt_state"]))
-        self._outer.params, self._outer.opt_state = shared
-        self.epoch, self.border = meta["epoch"], meta["border"]
-        self._feedback.settled, self._feedback.round = self.border, meta["feedback_round"]
-        self._wall_before = meta["wall_seconds"]
-        kept = state["slices"][name]
-        if self._feedback.value:
-            shard = self._feedback.value.shard
-            self._feedback.value = ErrorFeedback(kept["feedback"], shard)
-        self._saved = kept, meta
 
-    def _saved_round(self) -> int | None:
-        """The round that the checkpoint was made in."""
-        return self._saved[1]["border"] + 1 if self._saved else None
-
-    def _wall_seconds(self) -> float:
-        return self._wall_before + time.perf_counter() - self._began
+def _devices_of(slice_: SliceConfig) -> tuple[jax.Device, ...]:
+    """Equally many of each of its processes."""
+    share = slice_.devices // slice_.processes
+    found: list[jax.Device] = []
+    for number in range(slice_.processes):
+        try:
+            found += assign_devices([share], jax.local_devices(process_index=number))[0]
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    return tuple(found)

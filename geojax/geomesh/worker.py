@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from geojax.cona.noise import Moments
-from geojax.data import Batch, TrainSequences, empty_batch
+from geojax.data import Batch, TrainSequences
 from geojax.geomesh.balance import SliceWork
 from geojax.geomesh.outer import OuterCopy
 from geojax.geomesh.sync import Contribution, ErrorFeedback
@@ -102,12 +102,7 @@ class Worker:
 
     def compile(self) -> None:
         """Compile the inner loop now, with no step taken, so that no round's time includes it."""
-        lead = (self._chunk_steps, self.work.batch)
-        chunk = self.program.put_chunk(empty_batch(lead, self.program.task.seq_len))
-        self.state, _ = self.program.run(self.state, chunk, 0, 0.0, 0.0, 0)
-        if self.program.wants_probes:
-            self.program.compile(1, probe=True)
-        jax.block_until_ready(self.state)  # what the devices raise is raised here
+        self.state = self.program.rehearse(self.state, self._chunk_steps)
 
     def take_up(self, work: SliceWork, chunk_steps: int, program: Program) -> None:
         """Another part of another plan, at a round border: the optimizer's state moves to `program`
@@ -226,18 +221,20 @@ class Worker:
         """What is left of the round's first `until` steps: a chunk, its real steps, and whether it
         is a probe."""
         batch, done = self.work.batch, self.progress.done
+        rows = self.program.local_sequences
 
         def after(steps: int) -> int | np.ndarray:
             rest = share[steps * batch :]
             return rest.start if isinstance(rest, range) else rest
 
         if self.probe and self.program.wants_probes and not done:
-            for chunk, real in sequences.chunks(after(0), 1, batch, 1):
+            for chunk, real in sequences.chunks(after(0), 1, batch, 1, rows=rows):
                 yield chunk, real, True
             done = 1
         left = until - done
         if left > 0:
-            for chunk, real in sequences.chunks(after(done), left, batch, self._chunk_steps):
+            pieces = sequences.chunks(after(done), left, batch, self._chunk_steps, rows=rows)
+            for chunk, real in pieces:
                 yield chunk, real, False
 
     def end_round(self) -> None:

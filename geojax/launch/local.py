@@ -9,22 +9,25 @@ stop.
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from geojax.config import RunConfig, RunError, require
+from geojax.config import RunConfig, RunError, SliceConfig, require
 from geojax.launch.processes import ADDRESS_FILE, LAUNCHER, with_grpc
 from geojax.runs import begin_folder, read_config, stop_on_signals
 
 COORDINATOR = "coordinator"
+_PROGRAM = [sys.executable, "-m", "geojax"]
+_DEVICES, _DEVICES_FLAG = "JAX_NUM_CPU_DEVICES", "xla_force_host_platform_device_count"
 _POLL_SECONDS = 0.1
 _START_SECONDS = 60.0  # for the coordinator to listen
 _STOP_SECONDS = 120.0  # for slices to save
@@ -38,6 +41,8 @@ _USER_MISTAKE = 2  # exit code that a new start would give again
 class _Child:
     name: str
     command: list[str]
+    variables: dict[str, str] = field(default_factory=dict)
+    """Of its environment."""
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
     due: float = 0.0
@@ -59,6 +64,7 @@ def launch_local(
         f"--local {slices}: the run has {len(config.slices)} slices, and each is a process; say "
         f"--local {len(config.slices)}, or change slices",
     )
+    _require_processors(config)
     begin_folder(config, folder, "launch")
     return _run(config, folder, restarts, console or Console(highlight=False))
 
@@ -66,15 +72,15 @@ def launch_local(
 def relaunch(folder: Path, restarts: int, console: Console | None = None) -> bool:
     """Go on with the run in `folder`; as `launch_local`."""
     config = with_grpc(read_config(folder / "config.json"))
+    _require_processors(config)
     return _run(config, folder, restarts, console or Console(highlight=False))
 
 
 def _run(config: RunConfig, folder: Path, restarts: int, console: Console) -> bool:
-    program = [sys.executable, "-m", "geojax"]
     (folder / ADDRESS_FILE).unlink(missing_ok=True)
-    coordinator = _Child(COORDINATOR, [*program, "coordinator", "--resume", str(folder)])
+    coordinator = _Child(COORDINATOR, [*_PROGRAM, "coordinator", "--resume", str(folder)])
     children = {COORDINATOR: coordinator}
-    width = max(len(s.name) for s in config.slices)
+    width = max(len(name) for s in config.slices for name in _names(s))
     with stop_on_signals() as stop:
         try:
             _start(coordinator, console, width)
@@ -82,10 +88,8 @@ def _run(config: RunConfig, folder: Path, restarts: int, console: Console) -> bo
             if address is None:
                 return False
             coordinator.command += ["--port", address.rsplit(":", 1)[1]]
-            for s in config.slices:
-                command = ["train", "--resume", str(folder), "--slice", s.name]
-                child = _Child(s.name, [*program, *command, "--coordinator", address])
-                children[s.name] = child
+            for child in _slices(config, folder, address):
+                children[child.name] = child
                 _start(child, console, width)
             _watch(children, restarts, stop, console, width)
         finally:
@@ -96,6 +100,51 @@ def _run(config: RunConfig, folder: Path, restarts: int, console: Console) -> bo
             f"stopped and saved; go on with `geojax launch --resume {folder}`", soft_wrap=True
         )
     return not stopped
+
+
+def _names(slice_: SliceConfig) -> list[str]:
+    """Of its processes."""
+    if slice_.processes == 1:
+        return [slice_.name]
+    return [f"{slice_.name}/{number}" for number in range(slice_.processes)]
+
+
+def _slices(config: RunConfig, folder: Path, address: str) -> Iterator[_Child]:
+    """The processes of all slices; those of one are a JAX cluster on a port of its own."""
+    for s in config.slices:
+        command = [*_PROGRAM, "train", "--resume", str(folder), "--slice", s.name]
+        command += ["--coordinator", address]
+        variables = _devices(s.devices // s.processes)
+        if s.processes > 1:
+            place = f"127.0.0.1:{_free_port()}"
+            command += ["--cluster.coordinator", place, "--cluster.processes", str(s.processes)]
+        for number, name in enumerate(_names(s)):
+            own = ["--cluster.process-id", str(number)] if s.processes > 1 else []
+            yield _Child(name, [*command, *own], variables)
+
+
+def _devices(count: int) -> dict[str, str]:
+    """Variables for as many devices of a CPU; none where the user has set their number."""
+    given = _DEVICES in os.environ or _DEVICES_FLAG in os.environ.get("XLA_FLAGS", "")
+    return {} if given else {_DEVICES: str(count)}
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def _require_processors(config: RunConfig) -> None:
+    """ConfigError where processes would share GPUs that each takes whole."""
+    from geojax.platform import why_no_gpu
+
+    several = [s.name for s in config.slices if s.processes > 1]
+    require(
+        not several or why_no_gpu(),
+        f"--local starts slices of several processes ({', '.join(several)}) on CPUs only, as each "
+        "process would take all GPUs; set their processes to 1, or JAX_PLATFORMS=cpu, or start "
+        "the processes by hand, each with its own CUDA_VISIBLE_DEVICES",
+    )
 
 
 def _watch(
@@ -141,12 +190,12 @@ def _watch(
 
 
 def _start(child: _Child, console: Console, width: int) -> None:
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}
+    own = {"PYTHONUNBUFFERED": "1", LAUNCHER: str(os.getpid())}
     child.process = subprocess.Popen(
         child.command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=environment,
+        env=os.environ | own | child.variables,
         start_new_session=True,  # Ctrl-C is the launcher's, which ends them in order
     )
     label = "" if child.name == COORDINATOR else f"{child.name:>{width}} | "

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from geojax.config import RunConfig
+from geojax.config import ClusterConfig, RunConfig
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class ResumeSlice:
     """Which."""
     coordinator: str
     """HOST:PORT of the run's coordinator."""
+    cluster: ClusterConfig = ClusterConfig()
+    """The processes of the slice, where they are several."""
 
 
 @dataclass(frozen=True)

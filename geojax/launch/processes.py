@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from geojax.config import GrpcConfig, RunConfig, RunError, require
-from geojax.runs import alone, stop_on_signals
+from geojax.runs import alone, prepare, stop_on_signals
 from geojax.track.console import RunConsole
 from geojax.track.metrics import MetricsWriter, write_atomically
 
@@ -35,13 +35,14 @@ def with_grpc(config: RunConfig) -> RunConfig:
 
 
 def fingerprint(config: RunConfig) -> str:
-    """Of what all processes of a run must share: all but addresses, the platform, and where the
-    text is."""
+    """Of what all slices of a run must share: all but addresses, the platform, in how many
+    processes a slice is, and where the text is."""
     same = replace(
         config,
         grpc=replace(config.grpc, **{name: getattr(GrpcConfig, name) for name in _OF_ONE_PROCESS}),
         platform=type(config.platform)(),
         data=replace(config.data, source=type(config.data.source)()),
+        slices=tuple(replace(s, processes=1) for s in config.slices),
     )
     text = TypeAdapter(RunConfig).dump_json(same).decode() + version("geojax")
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -86,33 +87,38 @@ def coordinate(config: RunConfig, folder: Path, console: Console | None = None) 
 def take_part(
     config: RunConfig, folder: Path, name: str, coordinator: str, console: Console | None = None
 ) -> bool:
-    """Train slice `name` with `folder` for its checkpoints, new or not, as one of a run; False if
-    it was stopped before the run's end, saved."""
+    """Train slice `name` with `folder` for its checkpoints, new or not, as one of a run, or be one
+    of the processes that do; False if it was stopped before the run's end, saved."""
     from geojax import platform
-    from geojax.data import prepare
+    from geojax.launch.joining import connected, join
 
     config, output = with_grpc(config), console or Console(highlight=False)
     names = [s.name for s in config.slices]
     require(name in names, f"the run has no slice {name!r}; it has {', '.join(names)}")
     require_address(coordinator)
-    platform.apply(config.platform)
+    index = names.index(name)
+    join(config.platform, config.slices[index])
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stop = stack.enter_context(_stop())
-        stack.enter_context(alone(folder))
+        relay = stack.enter_context(connected(config.slices[index], stop))
+        if relay.is_first:
+            stack.enter_context(alone(folder))
+        else:
+            output = Console(quiet=True)
+        from geojax.geomesh.led import Led
         from geojax.geomesh.slice_trainer import SliceTrainer
         from geojax.geomesh.wan.member import Member
         from geojax.train.checkpoint import Checkpoints
 
         checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", config.checkpoint))
-        known = None if checkpoints.empty else checkpoints.meta()["corpus"]
-        corpus = prepare(config.data, config.model.vocab_size, progress=output.print, known=known)
+        corpus = prepare(config, checkpoints, output)
         watchdog = stack.enter_context(platform.Watchdog(config.platform.watchdog, folder))
-        index = names.index(name)
-        trainer = SliceTrainer(config, index, corpus, checkpoints, stop, watchdog)
+        trainer = SliceTrainer(config, index, corpus, checkpoints, watchdog)
         shown = RunConsole(config.train.total_tokens, config.clock.kind, 0, output)
-        member = stack.enter_context(
-            Member(
+        member = None
+        if relay.is_first:
+            member = Member(
                 config.grpc,
                 names,
                 index,
@@ -123,10 +129,10 @@ def take_part(
                 stop,
                 shown.note,
             )
-        )
+            stack.enter_context(member)
         if trainer.resumed:
             output.print(f"slice {name}: goes on from its checkpoint of round {trainer.border}")
-        finished = trainer.run(member, shown)
+        finished = trainer.run(Led(index, relay, member), shown)
     if not finished:
         output.print(f"slice {name}: stopped and saved")
     return finished

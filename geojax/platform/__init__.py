@@ -5,7 +5,7 @@ In this order: `apply`, `initialize`, then anything that runs on JAX, inside a `
 here imports JAX until it is called.
 """
 
-from geojax.platform.cluster import initialize
+from geojax.platform.cluster import first_host, initialize
 from geojax.platform.environment import Rows, apply, why_no_gpu
 from geojax.platform.mfu import detect_gpu, mfu
 from geojax.platform.trace import OpTime, Trace, TraceSummary, summarize, trace_steps
@@ -20,6 +20,7 @@ __all__ = [
     "Watchdog",
     "apply",
     "detect_gpu",
+    "first_host",
     "initialize",
     "mfu",
     "summarize",

@@ -52,8 +52,8 @@ def initialize(config: PlatformConfig) -> list[tuple[str, str]]:
     from jax._src import distributed
 
     state = distributed.global_state
-    if config.interface:
-        _use_interface(config.interface, state.client)
+    if interface := config.interface or _loopback(str(state.coordinator_address)):
+        _use_interface(interface, state.client)
     return [
         ("coordinator", str(state.coordinator_address)),
         ("process", f"{state.process_id} of {state.num_processes}"),
@@ -196,6 +196,21 @@ def _alive(present: dict[int, socket.socket]) -> dict[int, socket.socket]:
         if gone:
             present.pop(number).close()
     return present
+
+
+def first_host() -> str:
+    """Host of process 0, as the others of this cluster reach it."""
+    from jax._src import distributed
+
+    host, _, _ = str(distributed.global_state.coordinator_address).rpartition(":")
+    return host.strip("[]")
+
+
+def _loopback(coordinator: str) -> str:
+    """The interface of processes that are all on this machine; empty where they may not be."""
+    local = coordinator.startswith(("127.", "localhost:", "[::1]:"))
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if local and name in names), "")
 
 
 def _use_interface(name: str, client) -> None:

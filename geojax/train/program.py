@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from geojax.cona.rules import beta2_for
@@ -166,10 +167,10 @@ class Program:
         return reshard(taken, self.state_shardings, before.order, self.order)
 
     def host(self, tree: Any) -> Any:
-        """A state or a part of it as host arrays, layers in the model's order; all of it must lie
-        in this process."""
+        """A state or a part of it as host arrays, layers in the model's order; whole in every
+        process, all of which call this."""
         place = None if self.order is None else np.argsort(self.order)
-        return _reorder(jax.tree.map(np.asarray, tree), place)
+        return _reorder(jax.tree.map(_gathered, tree), place)
 
     @cached_property
     def local_sequences(self) -> list[int] | None:
@@ -327,7 +328,7 @@ class Program:
 
     def _put_held_out(self, batch: Batch) -> Sequences:
         """A host batch [b, T] on the devices."""
-        return jax.device_put(self._in_micro_batches(batch), self._held_out_sharding)
+        return self._place(self._in_micro_batches(batch), self._held_out_sharding)
 
     def _require_stacked(self) -> None:
         """ConfigError where an optimizer keeps of the layers what storage orders cannot move."""
@@ -377,7 +378,18 @@ class Program:
     def _put(self, tree: Any, shardings: Any) -> Any:
         # A copy: the loop donates its state, and host arrays may be shared with the device.
         host = jax.tree.map(lambda x: np.array(x, copy=True), tree)
-        return jax.device_put(self._stored(host), shardings)
+        return self._place(self._stored(host), shardings)
+
+    def _place(self, tree: Any, shardings: Any) -> Any:
+        """Host arrays, the same in all processes, where these say."""
+        if not self.mesh.is_multi_process:
+            return jax.device_put(tree, shardings)
+        # device_put would have the processes compare the arrays first.
+        return jax.tree.map(
+            lambda x, s: jax.make_array_from_callback(x.shape, s, lambda place: x[place]),
+            tree,
+            jax.tree.broadcast(shardings, tree),
+        )
 
 
 class Programs:
@@ -439,6 +451,13 @@ class Programs:
         program = Program(self.task, strategy, self.devices, losses=self._losses)
         program.compile_all(self.steps)
         return program
+
+
+def _gathered(x: jax.Array) -> np.ndarray:
+    """An array on the host, whole in every process."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def _as_parameters(opt_state: Any, params: Any, specs: Any) -> Any:

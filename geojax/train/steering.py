@@ -133,8 +133,9 @@ def devices_for(config: RunConfig) -> Sequence[jax.Device]:
     return there[:wanted]
 
 
-def make_task(config: RunConfig) -> Task:
-    """What is trained; noise is measured where somebody asks for it."""
+def make_task(config: RunConfig, evaluates: bool = False) -> Task:
+    """What is trained; noise is measured where somebody asks for it. `evaluates`: by every program,
+    which is then made ready for that."""
     noise, scaling = config.measured_noise, config.scaling
     return Task(
         config.model,
@@ -144,7 +145,7 @@ def make_task(config: RunConfig) -> Task:
         config.seed,
         noise.metric if noise else None,
         scaling.base_batch if scaling else None,
-        config.eval.batch,
+        config.eval.batch if evaluates else 0,
     )
 
 

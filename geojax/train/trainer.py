@@ -106,7 +106,7 @@ class Trainer:
             "sequences; lower it, or raise data.valid_fraction",
         )
         chunk_steps = min(_CHUNK_STEPS, config.train.round_steps)
-        self._engine = Engine(make_task(config), devices, chunk_steps)
+        self._engine = Engine(make_task(config, evaluates=True), devices, chunk_steps)
         self._partial: Partial | None = None
         self.resumed = not checkpoints.empty
         meta = checkpoints.meta() if self.resumed else {}

@@ -3,7 +3,6 @@
 one process."""
 
 import io
-import random
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -46,18 +45,6 @@ PATIENCE_SECONDS = 120
 
 
 @contextmanager
-def words_in(folder):
-    """A file of made-up words, and a cache of its own, both in `folder`."""
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefgh", k=rng.randint(2, 6))) for _ in range(50)]
-    path = folder / "words.txt"
-    path.write_text("\n\n".join(" ".join(rng.choices(words, k=500)) for _ in range(16)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GEOJAX_CACHE", str(folder / "cache"))
-        yield path
-
-
-@contextmanager
 def one_program():
     """All slices find one device, and compile once."""
     found = jax.local_devices()[:1]
@@ -82,7 +69,7 @@ def one_program():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint_module, "Checkpoints", OneAtATime)
-        patch.setattr(jax, "local_devices", lambda backend=None: found)
+        patch.setattr(jax, "local_devices", lambda *_, **__: found)
         for module in (trainer_module, slice_module):
             patch.setattr(module, "Program", made_once)
             patch.setattr(module, "init_params", cache(trainer_module.init_params))

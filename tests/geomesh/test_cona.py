@@ -193,8 +193,8 @@ def test_batches_and_strategies_of_slices_follow_the_noise(
     taken = []
     chunks = TrainSequences.chunks
 
-    def spying(self, first, steps, batch, chunk_steps):
-        for i, (chunk, real) in enumerate(chunks(self, first, steps, batch, chunk_steps)):
+    def spying(self, first, steps, batch, chunk_steps, **more):
+        for i, (chunk, real) in enumerate(chunks(self, first, steps, batch, chunk_steps, **more)):
             begin = first + i * chunk_steps * batch
             taken.extend(range(begin, begin + real * batch))
             yield chunk, real
@@ -466,6 +466,21 @@ def test_what_cannot_be_measured_is_left_out_and_said(config, caplog, monkeypatc
     with pytest.raises(ConfigError, match=r"slice four: none of dp4-tp1-pp1-mb1-gb16 ran here"):
         profiles(8)
     assert "slice two does without dp2-tp1-pp1-mb1-gb16" in caplog.messages[0]
+
+
+def test_memory_is_asked_of_a_device_of_this_process():
+    class Device:
+        def __init__(self, process_index, stats):
+            self.process_index, self.stats = process_index, stats
+
+        def memory_stats(self):
+            if self.stats is None:
+                raise jax.errors.JaxRuntimeError("of another process")
+            return self.stats
+
+    devices = Device(1, None), Device(0, {"bytes_limit": 7}), Device(0, {"bytes_limit": 8})
+    assert profile_module._memory_limit(devices) == 7
+    assert profile_module._memory_limit((Device(0, {}),)) is None
 
 
 @pytest.mark.full

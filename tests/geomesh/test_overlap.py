@@ -19,8 +19,8 @@ from apart import (
     make_config,
     one_program,
     together,
-    words_in,
 )
+from made_text import words_and_cache
 
 import geojax.geomesh.slice_trainer as slice_module
 import geojax.geomesh.trainer as trainer_module
@@ -49,7 +49,7 @@ ROUND_SECONDS = 4.0  # of inner steps, the same for all slices
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    with words_in(tmp_path_factory.mktemp("text")) as path:
+    with words_and_cache(tmp_path_factory.mktemp("text"), 500) as path:
         yield path
 
 

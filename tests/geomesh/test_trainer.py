@@ -261,8 +261,8 @@ def test_no_sample_is_missed_or_repeated_by_unequal_slices(base, trainers, tmp_p
     taken = defaultdict(list)
     chunks = TrainSequences.chunks
 
-    def spying(self, first, steps, batch, chunk_steps):
-        for i, (chunk, real) in enumerate(chunks(self, first, steps, batch, chunk_steps)):
+    def spying(self, first, steps, batch, chunk_steps, **more):
+        for i, (chunk, real) in enumerate(chunks(self, first, steps, batch, chunk_steps, **more)):
             begin = first + i * chunk_steps * batch
             taken[batch].append(range(begin, begin + real * batch))
             yield chunk, real

@@ -121,6 +121,21 @@ def test_an_undisturbed_run_merges_all_slices_in_every_round(world, ahead):
     assert [r.gone_on for r in run.replicas] == [9 * (ahead > 0)] * 3  # but after the last round
 
 
+def test_messages_that_come_while_a_slice_begins_to_wait_count(world):
+    run = world(2, 3)
+    for replica in run.replicas:  # a slice hashes a large state when it says where it is
+
+        def slowly(digest=replica.digest):
+            threading.Event().wait(0.1)
+            return digest()
+
+        replica.digest = slowly
+    for i in range(2):
+        run.start(i)
+    run.finish()
+    assert [e["merged"] for e in run.coordinator.history.rounds] == [[0, 1]] * 3
+
+
 @pytest.mark.parametrize(("victim", "ahead"), [(0, 0.0), (2, 0.0), (1, 0.5)])
 def test_a_slice_that_dies_is_left_out_and_comes_back_with_the_state_of_a_peer(
     world, victim, ahead

@@ -3,24 +3,21 @@
 
 import json
 import os
-import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from launched import PATIENCE_SECONDS, Launch, hashes
 from made_text import write_words
 
 from geojax.cli import main
 from geojax.config import RunError
 from geojax.launch import local
-from geojax.track.metrics import read_records
 from geojax.track.summary import check_accounting, load_run
 
-PATIENCE_SECONDS = 600
 ROUNDS, STEPS, BATCH, SEQ_LEN = 30, 10 + 6 + 4, 4, 16
 CONFIG = f"""
 from geojax.config import *
@@ -99,64 +96,6 @@ def test_a_child_that_dies_is_started_again_so_often_and_no_more(monkeypatch):
     assert sum("starts as process" in line for line in console.lines) == 3
 
 
-class Launch:
-    """One launcher, and what it says."""
-
-    def __init__(self, folder: Path, *args: str):
-        environment = os.environ | {
-            "GEOJAX_CACHE": str(folder.parent / "cache"),
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
-            "JAX_PLATFORMS": "cpu",
-        }
-        # XLA on CPU gives other bits under another affinity.
-        core = min(os.sched_getaffinity(0))
-        pinned = (
-            f"import os, sys; os.sched_setaffinity(0, {{{core}}}); "
-            "os.execv(sys.executable, [sys.executable, '-m', 'geojax', *sys.argv[1:]])"
-        )
-        self.folder = folder
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", pinned, *args],
-            cwd=folder.parent,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.lines: list[str] = []
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-
-    def _read(self) -> None:
-        with self.process.stdout, self.folder.with_suffix(".log").open("a") as log:
-            for line in self.process.stdout:
-                self.lines.append(line)
-                print(f"{time.time():.1f} {line}", end="", file=log, flush=True)
-
-    def said(self) -> str:
-        return "".join(self.lines)
-
-    def pid(self, name: str) -> int:
-        return int(re.findall(rf"^{name} starts as process (\d+)", self.said(), re.M)[-1])
-
-    @property
-    def round(self) -> int:
-        path = self.folder / "journal.jsonl"
-        return path.read_bytes().count(b'"kind": "round"') if path.exists() else 0
-
-    def until_round(self, number: int) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while self.round < number:
-            assert self.process.poll() is None, self.said()
-            assert time.monotonic() < deadline, self.said()
-            time.sleep(0.02)
-
-    def finish(self, code: int = 0) -> None:
-        found = self.process.wait(PATIENCE_SECONDS)
-        self.reader.join()
-        assert found == code, self.said()
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("launch")
@@ -170,10 +109,6 @@ def whole(place) -> list[str]:
     """Hashes of the run in one process."""
     Launch(place / "one", "train", "settings.py", "--out", "one").finish()
     return hashes(place / "one")
-
-
-def hashes(folder: Path) -> list[str]:
-    return [r["hash"] for r in read_records(folder / "metrics.jsonl") if r["kind"] == "round"]
 
 
 def launch(place: Path, name: str, *more: str) -> Launch:

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,13 @@ def place(tmp_path):
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     return tmp_path
+
+
+@pytest.fixture
+def place_of_echo(place):
+    """The same, where `srun` says what it would start."""
+    (place / "bin" / "srun").write_text('#!/bin/sh\necho "$@"\n')
+    return place
 
 
 @pytest.fixture
@@ -133,6 +141,17 @@ def test_a_slurm_job_without_a_slice_says_what_is_missing(place):
     assert "SLICE: which slice of the config this job is" in output
 
 
+@pytest.mark.parametrize(("tasks", "cluster"), [("1", ""), ("2", "auto")])
+def test_the_nodes_of_a_slurm_job_are_one_slice(place_of_echo, tasks, cluster):
+    job = start(place_of_echo, "slice.sbatch", SLICE="east", COORDINATOR="a:1", SLURM_NTASKS=tasks)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, output
+    words = output.split()
+    assert words[:4] == ["geojax", "train", "run.py", "--slice"]
+    options = dict(pairwise(words))
+    assert options.get("--platform.cluster.coordinator", "") == cluster
+
+
 def test_commands_of_the_job_set_are_ours(capsys):
     """Each slice's command is one that `geojax train` understands: it asks for help at its end."""
     jobs = yaml.safe_load((EXAMPLES / "jobset.yaml").read_text())["spec"]["replicatedJobs"]
@@ -150,7 +169,12 @@ def test_commands_of_the_job_set_are_ours(capsys):
         options = dict(arg.split("=") for arg in args[2:])
         assert options["--slice"] == name
         assert options["--grpc.advertise"] == f"apart-{name}-0-0.apart"
+        index = "$(JOB_COMPLETION_INDEX)"  # Kubernetes puts the pod's number in its place
+        if name == "east":
+            job = next(job["template"]["spec"] for job in jobs if job["name"] == name)
+            assert options["--platform.cluster.processes"] == str(job["completions"])
+            assert options["--platform.cluster.process-id"] == index
         with pytest.raises(SystemExit) as ended:
-            main([*args, "--help"])
+            main([*(arg.replace(index, "1") for arg in args), "--help"])
         assert ended.value.code == 0
         assert "--grpc.advertise" in capsys.readouterr().out

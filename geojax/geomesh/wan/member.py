@@ -9,58 +9,25 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
-from jaxtyping import UInt8
 
 from geojax.config import GrpcConfig, RunError
 from geojax.geomesh.wan.history import History
+from geojax.geomesh.wan.journal import Entry
 from geojax.geomesh.wan.link import Link
+from geojax.geomesh.wan.mail import Mail
+from geojax.geomesh.wan.peers import Peers
 from geojax.geomesh.wan.rpc import CallError, Client, Header, Server, chunks
-
-Message = UInt8[np.ndarray, "_"]
+from geojax.geomesh.wan.seat import Message, Offer, Overtaken, Stopped
 
 _LONGEST_PAUSE_SECONDS = 5.0  # between tries
 _RETRY_SECONDS = 0.2
 
 
-class Stopped(Exception):  # noqa: N818 - not an error
-    """The run is to stop here, saved."""
-
-
-class Overtaken(Exception):  # noqa: N818 - not an error
-    """A round's messages cannot be had any more."""
-
-
-class Offer(NamedTuple):
-    """The state that peers may fetch."""
-
-    epoch: int
-    border: int
-    digest: str
-    arrays: Sequence[np.ndarray]
-    """In an order that all slices share; never changed in place."""
-
-
-@dataclass
-class UnderWay:
-    """A message of this slice's; all times on this machine's clock."""
-
-    epoch: int
-    number: int
-    """Of its round."""
-    began: float
-    over: float | None = None
-    """When the round's end was known."""
-    taken: dict[int, float] = field(default_factory=dict)
-    """When it was with which slice."""
-
-
 class Member:
-    """A slice among the slices of a run; use as a context manager."""
+    """See geojax.geomesh.wan.seat.Seat; use as a context manager."""
 
     def __enter__(self) -> Self:
         return self
@@ -83,7 +50,7 @@ class Member:
         """`check(round, slice, message)` raises a RunError unless the message is that; a message
         has `message_bytes`. `stop` ends every wait."""
         self._config, self._names, self.index = config, names, index
-        self._check, self._stop, self.say = check, stop, say
+        self._check, self._stop, self._say = check, stop, say
         self._message_bytes = message_bytes
         self._client = Client(config)
         self._changed = threading.Condition()
@@ -96,15 +63,12 @@ class Member:
         }
         self.history = History()
         """As far as it is known here."""
-        self._read, self._chain = 0, ""
-        self._addresses: dict[int, str] = {}
-        self._mail: dict[tuple[int, int], dict[int, Message]] = {}
+        self._entries: list[Entry] = []
+        self._chain = ""
+        self._peers, self._mail = Peers(self._client, names, index, say), Mail()
         self._offer: Offer | None = None
-        self._underway: UnderWay | None = None
-        """Or the last one."""
         self.finished = False
-        self.beat: Callable[[], None] = lambda: None
-        """Called while this slice waits."""
+        self._beat: Callable[[], None] = lambda: None
         self._failure: RunError | None = None
         self._heard = time.monotonic()
         self._server = Server(
@@ -139,37 +103,45 @@ class Member:
         self._server.stop()
         self._client.close()
 
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    def while_waiting(self, beat: Callable[[], None]) -> None:
+        self._beat = beat
+
+    def say(self, text: str) -> None:
+        self._say(text)
+
     def snapshot(self) -> History:
-        """The history as it is now."""
         with self._changed:
             return self.history.copy()
 
+    def entries(self, after: int) -> list[Entry]:
+        """Of the journal, all but the first `after`."""
+        with self._changed:
+            return self._entries[after:]
+
     def tell(self, **changes: Any) -> None:
-        """What this slice does, from now on."""
         with self._changed:
             self._status |= changes
         self._link.hurry()
 
     def record(self, *records: dict[str, Any]) -> None:
-        """For the run's records, each with `kind` and `round`; sent until they are written."""
         with self._changed:
             self._records += [{"epoch": self.history.epoch, **record} for record in records]
         self._link.hurry()
 
     @property
     def unwritten(self) -> list[dict[str, Any]]:
-        """Records that are not known to be written."""
         with self._changed:
             return list(self._records)
 
     def offer(self, offer: Offer) -> None:
-        """What peers get when they ask for the state."""
         with self._changed:
             self._offer = offer
 
     def wait(self, reached: Callable[[History], bool], seconds: float | None = None) -> bool:
-        """Until `reached` is true of the history; False where `seconds` passed before. Stopped;
-        RunError where the run cannot go on."""
         deadline = None if seconds is None else time.monotonic() + seconds
         with self._changed:
             while not reached(self.history):
@@ -178,7 +150,7 @@ class Member:
                     raise RunError(self.history.stopped)
                 if self._stop.is_set():
                     raise Stopped
-                self.beat()
+                self._beat()
                 left = 0.2 if deadline is None else min(0.2, deadline - time.monotonic())
                 if left <= 0:
                     return False
@@ -186,59 +158,45 @@ class Member:
         return True
 
     def wait_past(self, epoch: int, number: int) -> None:
-        """Until that round is over, or was undone. Stopped; RunError."""
         self.wait(lambda h: h.epoch != epoch or h.round >= number)
 
     def is_past(self, epoch: int, number: int) -> bool:
-        """Whether that round is over, or was undone."""
         with self._changed:
             return self.history.epoch != epoch or self.history.round >= number
 
-    def send(self, epoch: int, number: int, message: Message) -> list[int]:
-        """Begin to send this slice's message of the round to the others in it; whose messages are
-        here."""
+    def send(self, epoch: int, number: int, message: Message) -> None:
         with self._changed:
             members = self.history.members
-            self._box(epoch, number)[self.index] = message
-            self._underway = UnderWay(epoch, number, time.perf_counter())
+            self._mail.put(epoch, number, self.index, message)
+            self._mail.sent(epoch, number)
         header = {"epoch": epoch, "round": number, "slice": self.index}
         for other in members:  # nobody waits for a peer that does not answer
             if other != self.index:
                 threading.Thread(
                     target=self._send, args=(other, header, message), name="send", daemon=True
                 ).start()
-        return self._received(epoch, number)
 
     def times(self, number: int, merged: Iterable[int]) -> tuple[float, float | None]:
-        """Seconds until this slice's message of a round was with the others that it merged, and
-        until the round's end was known here; 0 and None where this process did not send it."""
         with self._changed:
-            way = self._underway
-            if way is None or way.number != number or way.over is None:
-                return 0.0, None
-            waited = way.over - way.began
-            taken = [way.taken.get(i, way.over) for i in merged if i != self.index]
-            return min(waited, max(taken, default=way.began) - way.began), waited
+            return self._mail.times(number, [i for i in merged if i != self.index])
 
     @property
     def phase(self) -> str:
-        """What this slice last said that it does."""
         with self._changed:
             return self._status["phase"]
 
     def collect(self, number: int) -> list[Message | None]:
-        """Messages of the slices that a round merged, by index, None for the others; those that are
-        not here are fetched from whoever has them. Overtaken."""
         with self._changed:
             entry = self.history.rounds[number - 1]
             epoch, merged = entry["epoch"], entry["merged"]
-            self._prune(epoch, number)
-            box = dict(self._box(epoch, number))
+            self._mail.prune(epoch, number)
+            box = self._mail.of(epoch, number)
         row: list[Message | None] = [None] * len(self._names)
         for index in merged:
             message = box.get(index)
             if message is None:
-                message = self._fetch(epoch, number, index, merged)
+                header = {"epoch": epoch, "round": number, "slice": index}
+                message = self._peers.fetch(header, merged, self._message_bytes, self._check)
             if message is None:
                 raise Overtaken
             row[index] = message
@@ -247,32 +205,12 @@ class Member:
     def fetch_state(
         self, wanted: Callable[[int, int], bool], size_bytes: int
     ) -> tuple[Offer, np.ndarray] | None:
-        """A state of a peer's that `wanted(epoch, border)` accepts, and its bytes; None: nobody has
-        it now."""
-        for address in self._peers():
-            try:
-                found = self._client.call(address, "border", {})
-                if not wanted(found["epoch"], found["border"]):
-                    continue
-                found, data = self._client.pull(address, "state", {}, size_bytes)
-            except CallError as error:
-                self.say(f"no state from {error}")
-                continue
-            if wanted(found["epoch"], found["border"]):
-                return Offer(found["epoch"], found["border"], found["digest"], ()), data
-        return None
+        return self._peers.fetch_state(wanted, size_bytes)
 
     def probe(self, message: Message) -> float:
-        """Seconds that sending a message to every peer, at once, takes."""
-        started = time.perf_counter()
-        peers = self._peers()
-        with ThreadPoolExecutor(max(len(peers), 1)) as pool:
-            for address in peers:
-                pool.submit(self._quietly, address, message)
-        return time.perf_counter() - started
+        return self._peers.probe(message)
 
     def wait_for_the_end(self) -> None:
-        """Until every slice has reached the end, or the coordinator has gone."""
         with self._changed:
             while not (self.finished and not self._records):
                 config, silent = self._config, time.monotonic() - self._heard
@@ -282,13 +220,7 @@ class Member:
                 self._changed.wait(0.2)
 
     def knows_all(self) -> bool:
-        return len(self._addresses) == len(self._names)
-
-    def _quietly(self, address: str, message: Message) -> None:
-        try:
-            self._client.push(address, "probe", {}, message)
-        except CallError as error:
-            self.say(f"cannot send to {error}")
+        return self._peers.all_known
 
     def _send(self, other: int, header: Header, message: Message) -> None:
         """Until it is there, or the round is over."""
@@ -300,11 +232,10 @@ class Member:
             return gone or self._stop.is_set() or self._link.ending
 
         while not over():
-            address = self._addresses.get(other)
             try:
-                if address:
-                    self._client.push(address, "message", header, message)
-                    self._arrived(other, header)
+                if self._peers.push(other, header, message):
+                    with self._changed:
+                        self._mail.arrived(header["epoch"], header["round"], other)
                     return
             except CallError as error:
                 if not said:
@@ -313,27 +244,6 @@ class Member:
             with self._changed:
                 self._changed.wait_for(over, timeout=pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-
-    def _arrived(self, other: int, header: Header) -> None:
-        with self._changed:
-            way = self._underway
-            if way and (way.epoch, way.number) == (header["epoch"], header["round"]):
-                way.taken[other] = time.perf_counter()
-
-    def _fetch(self, epoch: int, number: int, index: int, merged: Iterable[int]) -> Message | None:
-        """From its sender, or from any other slice that was merged with it."""
-        header = {"epoch": epoch, "round": number, "slice": index}
-        for holder in [index, *(i for i in merged if i not in (index, self.index))]:
-            address = self._addresses.get(holder)
-            if address is None or holder == self.index:
-                continue
-            try:
-                _, message = self._client.pull(address, "fetch", header, self._message_bytes)
-                self._check(number, index, message)
-            except RunError:
-                continue
-            return message
-        return None
 
     def _take_message(self, header: Header, message: Message) -> Header:
         key, sender = (header["epoch"], header["round"]), header["slice"]
@@ -347,16 +257,14 @@ class Member:
             same, later = key[0] == history.epoch, key[0] > history.epoch
             current = later or (same and key[1] > history.round)
             if current:  # it may be ahead of what this slice has read of the journal
-                self._mail.setdefault(key, {})[sender] = message
+                self._mail.put(*key, sender, message)
                 if key == (history.epoch, history.round + 1):
-                    self._status["received"] = self._received(*key)
                     self._link.hurry()
         return {"taken": current}
 
     def _give_message(self, header: Header) -> tuple[Header, Iterable[memoryview]]:
         with self._changed:
-            box = self._mail.get((header["epoch"], header["round"]), {})
-            message = box.get(header["slice"])
+            message = self._mail.of(header["epoch"], header["round"]).get(header["slice"])
         if message is None:
             raise LookupError(f"no message of slice {header['slice']}, round {header['round']}")
         return {"size_bytes": message.size}, chunks([message])
@@ -375,28 +283,16 @@ class Member:
             epoch, border, digest, _ = self._offer
             return {"epoch": epoch, "border": border, "digest": digest}
 
-    def _box(self, epoch: int, number: int) -> dict[int, Message]:
-        return self._mail.setdefault((epoch, number), {})
-
-    def _received(self, epoch: int, number: int) -> list[int]:
-        with self._changed:
-            return sorted(self._mail.get((epoch, number), {}))
-
-    def _prune(self, epoch: int, number: int) -> None:
-        """Peers that are one round behind find its messages here, and no older ones."""
-        for key in [k for k in self._mail if k < (epoch, number)]:
-            del self._mail[key]
-
-    def _peers(self) -> list[str]:
-        with self._changed:
-            return [a for i, a in sorted(self._addresses.items()) if i != self.index]
-
     def _say_this(self) -> Header:
         with self._changed:
-            return self._status | self._identity | {"records": list(self._records)}
+            # What is here is looked up when it is said: messages come at any moment.
+            epoch, border = self._status["epoch"], self._status["border"]
+            received = sorted(self._mail.of(epoch, border + 1))
+            told = {"received": received, "records": list(self._records)}
+            return self._status | self._identity | told
 
     def _where(self) -> Header:
-        return {"after": self._read, "chain": self._chain} | self._identity
+        return {"after": len(self._entries), "chain": self._chain} | self._identity
 
     def _heard_back(self, told: Header, reply: Header) -> None:
         with self._changed:
@@ -409,16 +305,11 @@ class Member:
             self._heard = time.monotonic()
             for entry in reply["entries"]:
                 self.history.add(entry)
-            way = self._underway
-            if way and way.over is None and self.is_past(way.epoch, way.number):
-                way.over = time.perf_counter()
-            self._read += len(reply["entries"])
+            self._mail.past(self.history.epoch, self.history.round)
+            self._entries += reply["entries"]
             self._chain = reply["chain"]
-            self._addresses = {int(i): a for i, a in reply["addresses"].items()}
+            self._peers.addresses = {int(i): a for i, a in reply["addresses"].items()}
             self.finished = reply["finished"]
-            if reply["entries"]:
-                key = (self.history.epoch, self.history.round + 1)
-                self._status["received"] = self._received(*key)
             self._changed.notify_all()
 
     def _was_refused(self, why: str) -> None:

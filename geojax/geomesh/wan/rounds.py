@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from geojax.geomesh.wan.history import History
-from geojax.geomesh.wan.member import Member, Message, Offer, Overtaken
+from geojax.geomesh.wan.seat import Message, Offer, Overtaken, Seat
 
 _LOOK_SECONDS = 0.5  # between looks for a peer with the state
 
@@ -34,7 +34,7 @@ class Replica(Protocol):
         """The shared state."""
         ...
 
-    def facts(self, member: Member) -> Mapping[str, Any]:
+    def facts(self, member: Seat) -> Mapping[str, Any]:
         """What all slices must know of this one before the first plan."""
         ...
 
@@ -77,7 +77,7 @@ class Replica(Protocol):
         ...
 
 
-def run_rounds(member: Member, replica: Replica) -> None:
+def run_rounds(member: Seat, replica: Replica) -> None:
     """To the end of the run. Stopped, with the replica as it then is; RunError."""
     _say_where(member, replica, "starting")
     member.wait(lambda h: True)
@@ -104,8 +104,8 @@ def run_rounds(member: Member, replica: Replica) -> None:
         replica.work(members)
         message, facts = replica.message()
         if ahead := not member.is_past(epoch, number):
-            received = member.send(epoch, number, message)
-            _say_where(member, replica, "waiting", facts=dict(facts), received=received)
+            member.send(epoch, number, message)
+            _say_where(member, replica, "waiting", facts=dict(facts))
             ahead = replica.go_on()
         member.wait_past(epoch, number)
         history = member.snapshot()
@@ -113,7 +113,7 @@ def run_rounds(member: Member, replica: Replica) -> None:
             replica.settle(number, history.merges(number, member.index), history)
 
 
-def _catch_up(member: Member, replica: Replica) -> tuple[int, ...]:
+def _catch_up(member: Seat, replica: Replica) -> tuple[int, ...]:
     """To the newest border; the members of the open round."""
     while True:
         history = member.snapshot()
@@ -139,7 +139,7 @@ def _catch_up(member: Member, replica: Replica) -> tuple[int, ...]:
         _by_state(member, replica, history, valid)
 
 
-def _by_messages(member: Member, replica: Replica, history: History) -> bool:
+def _by_messages(member: Seat, replica: Replica, history: History) -> bool:
     number = replica.border + 1
     try:
         row = member.collect(number)
@@ -151,7 +151,7 @@ def _by_messages(member: Member, replica: Replica, history: History) -> bool:
     return True
 
 
-def _by_state(member: Member, replica: Replica, history: History, valid: bool) -> None:
+def _by_state(member: Seat, replica: Replica, history: History, valid: bool) -> None:
     """A peer's state, if anybody has a newer one now; else some time passes."""
     _say_where(member, replica, "syncing")
     if valid:  # the round in which this slice may have been is not forgotten
@@ -176,6 +176,6 @@ def _by_state(member: Member, replica: Replica, history: History, valid: bool) -
     member.say(f"took the shared state after round {offer.border} from a peer")
 
 
-def _say_where(member: Member, replica: Replica, phase: str, **more: Any) -> None:
+def _say_where(member: Seat, replica: Replica, phase: str, **more: Any) -> None:
     place = {"epoch": replica.epoch, "border": replica.border, "digest": replica.digest()}
     member.tell(phase=phase, **place, **more)

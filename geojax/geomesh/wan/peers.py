@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls to the other slices, at the addresses that the coordinator last named."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from geojax.config import RunError
+from geojax.geomesh.wan.rpc import CallError, Client, Header
+from geojax.geomesh.wan.seat import Message, Offer
+
+
+class Peers:
+    """Of slice `index`; `say` hears what went wrong."""
+
+    def __init__(
+        self, client: Client, names: Sequence[str], index: int, say: Callable[[str], None]
+    ):
+        self._client, self._names, self._index, self._say = client, names, index, say
+        self.addresses: dict[int, str] = {}
+        """By slice, its own among them; replaced whole."""
+
+    @property
+    def all_known(self) -> bool:
+        return len(self.addresses) == len(self._names)
+
+    def push(self, other: int, header: Header, message: Message) -> bool:
+        """Send it this slice's message; False where its address is not known. CallError."""
+        address = self.addresses.get(other)
+        if address:
+            self._client.push(address, "message", header, message)
+        return bool(address)
+
+    def fetch(
+        self,
+        header: Header,
+        merged: Iterable[int],
+        size_bytes: int,
+        check: Callable[[int, int, Message], None],
+    ) -> Message | None:
+        """The message that `header` names, from its sender, or from any other slice that was merged
+        with it; None: nobody gives it."""
+        index, addresses = header["slice"], self.addresses
+        for holder in [index, *(i for i in merged if i not in (index, self._index))]:
+            address = addresses.get(holder)
+            if address is None or holder == self._index:
+                continue
+            try:
+                _, message = self._client.pull(address, "fetch", header, size_bytes)
+                check(header["round"], index, message)
+            except RunError:
+                continue
+            return message
+        return None
+
+    def fetch_state(
+        self, wanted: Callable[[int, int], bool], size_bytes: int
+    ) -> tuple[Offer, np.ndarray] | None:
+        """As Seat.fetch_state."""
+        for address in self._others():
+            try:
+                found = self._client.call(address, "border", {})
+                if not wanted(found["epoch"], found["border"]):
+                    continue
+                found, data = self._client.pull(address, "state", {}, size_bytes)
+            except CallError as error:
+                self._say(f"no state from {error}")
+                continue
+            if wanted(found["epoch"], found["border"]):
+                return Offer(found["epoch"], found["border"], found["digest"], ()), data
+        return None
+
+    def probe(self, message: Message) -> float:
+        """As Seat.probe."""
+        started = time.perf_counter()
+        others = self._others()
+        with ThreadPoolExecutor(max(len(others), 1)) as pool:
+            for address in others:
+                pool.submit(self._quietly, address, message)
+        return time.perf_counter() - started
+
+    def _others(self) -> list[str]:
+        return [a for i, a in sorted(self.addresses.items()) if i != self._index]
+
+    def _quietly(self, address: str, message: Message) -> None:
+        try:
+            self._client.push(address, "probe", {}, message)
+        except CallError as error:
+            self._say(f"cannot send to {error}")
