@@ -16,7 +16,6 @@ from geojax.choice.load import load_subject
 from geojax.choice.pairs import Pair, windows
 from geojax.choice.rows import BATCH_TOKENS
 from geojax.config import ConfigError
-from geojax.diffusion.load import DTYPES
 from geojax.diffusion.request import SamplingConfig, prompt
 
 try:
@@ -46,9 +45,8 @@ class GeojaxLM(LM):
         batch_size: int | str = 1,
     ):
         super().__init__()
-        self._subject = load_subject(Path(folder))
-        self._score = self._subject.likelihood(dtype, samples, batch_tokens)
-        self._dtype = dtype
+        self._subject = load_subject(Path(folder), dtype)
+        self._score = self._subject.likelihood(samples, batch_tokens)
         self._at_once = int(batch_size)
 
     def loglikelihood(
@@ -83,7 +81,7 @@ class GeojaxLM(LM):
                 f"a causal {self._subject.config.family} writes no text here yet; choose tasks of "
                 "log-likelihoods, or a diffusion model"
             )
-        sampler = model.sampler(DTYPES[self._dtype])
+        sampler = model.sampler()
         texts = []
         for group in batched(requests, self._at_once):
             asked = [self._request(*request.args) for request in group]

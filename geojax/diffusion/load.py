@@ -49,12 +49,8 @@ class Model:
 
     @cached_property
     def revision(self) -> str:
-        """Names the weights: the first 16 hex digits of the SHA-256 of all of them."""
-        digest = hashlib.sha256()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(self.params):
-            digest.update(jax.tree_util.keystr(path).encode())
-            digest.update(np.ascontiguousarray(leaf).tobytes())
-        return digest.hexdigest()[:16]
+        """Names the weights, as `revision` does."""
+        return revision(self.params)
 
     def encode(self, text: str, special: bool = False) -> Int32[np.ndarray, " n"]:
         """Ids of `text`; what spells a special token is one only where `special`."""
@@ -91,6 +87,15 @@ class Model:
                 f"{self.folder} has no {TOKENIZER}; put the model's beside its weights"
             )
         return self.tokenizer
+
+
+def revision(params: Params) -> str:
+    """Names parameters: the first 16 hex digits of the SHA-256 of all of them, in their type."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        digest.update(jax.tree_util.keystr(path).encode())
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def load(folder: Path | str, dtype: DTypeLike = jnp.float32) -> Model:

@@ -3,7 +3,10 @@
 
 import json
 import shutil
+from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -62,14 +65,30 @@ def test_figures_are_the_same_after_a_second_start(kind, tmp_path, request, caps
 
 
 def test_bfloat16_says_nearly_the_same(causal):
-    subject = load_subject(causal)
-    pairs = subject.pairs([("Is 1 odd?", " yes"), ("Is 1 odd?", " perhaps")])
-    exact, rough = (
-        np.array([found.log for found in subject.likelihood(dtype)(pairs)])
-        for dtype in ("float32", "bfloat16")
-    )
+    subjects = [load_subject(causal, dtype) for dtype in ("float32", "bfloat16")]
+    pairs = subjects[0].pairs([("Is 1 odd?", " yes"), ("Is 1 odd?", " perhaps")])
+    exact, rough = (np.array([x.log for x in s.likelihood()(pairs)]) for s in subjects)
     np.testing.assert_allclose(rough, exact, rtol=0.02)  # 8 bits of mantissa, 4 and 8 tokens
     assert (rough != exact).any()
+
+
+@pytest.mark.parametrize("kind", ["causal", "diffusion"])
+def test_every_weight_is_in_the_type_that_was_asked_for_and_held_once(kind, request):
+    subject = load_subject(request.getfixturevalue(kind), "bfloat16")
+    for leaf in jax.tree.leaves(subject.params):
+        assert leaf.dtype == "bfloat16"
+        assert jnp.asarray(leaf, "bfloat16") is leaf  # on the device already: no copy is made
+
+
+def test_a_fingerprint_changes_with_any_element_of_any_weight(causal):
+    subject = load_subject(causal)
+    leaves, form = jax.tree.flatten(subject.params)
+    wide = [jnp.zeros((4, 8000)) for _ in leaves]
+    found = set()
+    for changed in (None, *range(len(leaves))):
+        new = [x.at[-1, -1].set(1) if i == changed else x for i, x in enumerate(wide)]
+        found.add(replace(subject, params=jax.tree.unflatten(form, new)).fingerprint())
+    assert len(found) == len(leaves) + 1
 
 
 def test_spaces_at_the_end_of_a_context_belong_to_the_continuation(causal):
