@@ -22,7 +22,7 @@ from geojax.config import DataConfig, TokenizerConfig, default_masking, require
 from geojax.data import Batch, Corpus, both_splits, prepare
 from geojax.diffusion.exact import is_of_tasks, run_exact
 from geojax.models.transformer import make_apply
-from geojax.models.weights import load_safetensors, read_config
+from geojax.models.weights import load_safetensors, read_config, read_special
 from geojax.track.metrics import to_json, write_atomically
 from geojax.train.evaluate import mean_loss
 
@@ -39,7 +39,7 @@ def perplexity(
     tokens are masked under `draws` masks each.
 
     `folder` holds safetensors, config.json and tokenizer.json, which takes the place of
-    `data.tokenizer`. Returns sequences, tokens (predicted ones), nats_per_token, standard_error (of
+    `data.tokenizer`; a mask id in config.json takes the place of the tokenizer's. Returns sequences, tokens (predicted ones), nats_per_token, standard_error (of
     that mean, by the spread over sequences), perplexity, bits_per_byte (of the predicted text's
     UTF-8) and bytes_per_token. Under masked diffusion the figure is a bound on the likelihood, by
     Monte Carlo. Logits take 4 * batch * data.seq_len * vocabulary bytes.
@@ -66,7 +66,10 @@ def perplexity(
         data.source.kind != "tasks",
         "data.source.kind 'tasks' is no text; score a run of them with `geojax eval RUN`",
     )
-    corpus = prepare(replace(data, tokenizer=tokenizer), config.vocab_size, progress=progress)
+    mask = None if config.causal else read_special(folder).mask
+    corpus = prepare(
+        replace(data, tokenizer=tokenizer), config.vocab_size, progress=progress, mask_id=mask
+    )
     assert isinstance(corpus, Corpus), "text is a corpus"
     _, held_out = both_splits(corpus, data, config.shifted)
     params = load_safetensors(folder, config, place=lambda path, leaf: jnp.asarray(leaf))

@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from made_text import write_words
 
 from geojax.choice import tasks
 from geojax.choice.load import load_subject
 from geojax.choice.tasks import Task
 from geojax.cli import main
-from geojax.config import ConfigError
+from geojax.config import ConfigError, DataConfig, MaskingConfig, SourceConfig, TokenizerConfig
+from geojax.data import prepare
+from geojax.score import perplexity
 
 TOYS = {
     "examples": [
@@ -70,6 +73,23 @@ def test_bfloat16_says_nearly_the_same(causal):
     exact, rough = (np.array([x.log for x in s.likelihood()(pairs)]) for s in subjects)
     np.testing.assert_allclose(rough, exact, rtol=0.02)  # 8 bits of mantissa, 4 and 8 tokens
     assert (rough != exact).any()
+
+
+def test_perplexity_masks_with_the_id_of_config_json(diffusion, tmp_path):
+    """A tokenizer knows a mask of its own; id 7 is a byte's, which the text has not."""
+    folder = tmp_path / "other"
+    shutil.copytree(diffusion, folder)
+    hf = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(hf | {"mask_token_id": 7}))
+    source = SourceConfig(kind="files", paths=(str(write_words(tmp_path)),))
+    data = DataConfig(
+        source=source, seq_len=16, valid_fraction=0.3, masking=MaskingConfig("diffusion")
+    )
+    file = TokenizerConfig(kind="file", path=str(diffusion / "tokenizer.json"))
+    asked = prepare(replace(data, tokenizer=file), 258, mask_id=7)
+    assert (asked.mask_id, bool(asked.ordinary[7])) == (7, False)
+    own, other = (perplexity(f, data, 4, 4)["nats_per_token"] for f in (diffusion, folder))
+    assert own != other
 
 
 @pytest.mark.parametrize("kind", ["causal", "diffusion"])
