@@ -39,10 +39,11 @@ def perplexity(
     tokens are masked under `draws` masks each.
 
     `folder` holds safetensors, config.json and tokenizer.json, which takes the place of
-    `data.tokenizer`; a mask id in config.json takes the place of the tokenizer's. Returns sequences, tokens (predicted ones), nats_per_token, standard_error (of
-    that mean, by the spread over sequences), perplexity, bits_per_byte (of the predicted text's
-    UTF-8) and bytes_per_token. Under masked diffusion the figure is a bound on the likelihood, by
-    Monte Carlo. Logits take 4 * batch * data.seq_len * vocabulary bytes.
+    `data.tokenizer`; a mask that config.json names takes the place of the tokenizer's. Returns
+    sequences, tokens (predicted ones), nats_per_token, standard_error (of that mean, by the spread
+    over sequences), perplexity, bits_per_byte (of the predicted text's UTF-8) and bytes_per_token.
+    Under masked diffusion the figure is a bound on the likelihood, by Monte Carlo. Logits take
+    4 * batch * data.seq_len * vocabulary bytes.
 
     Raises ConfigError where the folder or the text cannot be used, sequences are longer than the
     model's context, or text is masked for a model that predicts the next token, or the reverse.

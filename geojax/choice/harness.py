@@ -74,7 +74,8 @@ class GeojaxLM(LM):
         return logs.tolist()
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What a diffusion model fills in, up to a stop text, greedily but for a temperature."""
+        """What a diffusion model fills in, up to a stop text, greedily but for a temperature; each
+        request has a seed of its own, its number."""
         model = self._subject.diffusion
         if model is None:
             raise ConfigError(
@@ -83,16 +84,16 @@ class GeojaxLM(LM):
             )
         sampler = model.sampler()
         texts = []
-        for group in batched(requests, self._at_once):
-            asked = [self._request(*request.args) for request in group]
-            for answer, request in zip(sampler.sample(asked), group, strict=True):
+        for group in batched(enumerate(requests), self._at_once):
+            asked = [self._request(*request.args, seed) for seed, request in group]
+            for answer, (_, request) in zip(sampler.sample(asked), group, strict=True):
                 text = model.decode(answer.new)
                 for stop in _stops(request.args[1]):
                     text = text.split(stop, 1)[0]
                 texts.append(text)
         return texts
 
-    def _request(self, context: str, how: dict[str, Any]):
+    def _request(self, context: str, how: dict[str, Any], seed: int):
         model = self._subject.diffusion
         assert model is not None, "generate_until refuses others"
         new = int(how.get("max_gen_toks") or NEW_TOKENS)
@@ -102,9 +103,8 @@ class GeojaxLM(LM):
             ids = ids[max(len(ids) + new - model.config.context, 0) :]
         temperature = float(how.get("temperature") or 0) if how.get("do_sample", True) else 0.0
         first = [] if len(ids) else [self._subject.empty]
-        return prompt(
-            [*first, *ids.tolist()], new, model.mask_id, SamplingConfig(temperature=temperature)
-        )
+        sampling = SamplingConfig(temperature=temperature, seed=seed)
+        return prompt([*first, *ids.tolist()], new, model.mask_id, sampling)
 
 
 def _stops(how: dict[str, Any]) -> list[str]:

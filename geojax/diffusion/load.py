@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Int32
+from jaxtyping import Int32, Int64
 
 from geojax.config import ConfigError, require
 from geojax.data import read_tokenizer
@@ -53,11 +53,32 @@ class Model:
         return revision(self.params)
 
     def encode(self, text: str, special: bool = False) -> Int32[np.ndarray, " n"]:
-        """Ids of `text`; what spells a special token is one only where `special`."""
+        """Ids of `text`; what spells a special token is one only where `special`.
+
+        ConfigError where there is no tokenizer, or the text is not Unicode.
+        """
+        return np.array(self._encoding(text, special).ids, np.int32)
+
+    def encode_with_starts(
+        self, text: str
+    ) -> tuple[Int32[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        """The same, special tokens included, and where in the text each begins."""
+        found = self._encoding(text, True)
+        starts = [start for start, _ in found.offsets]
+        return np.array(found.ids, np.int32), np.array(starts, np.int64)
+
+    def _encoding(self, text: str, special: bool) -> "tokenizers.Encoding":
         inner = self._text()
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"the text has half of a surrogate pair, {text[error.start]!r}, at place "
+                f"{error.start}, which is not Unicode; leave it out"
+            ) from error
         before, inner.encode_special_tokens = inner.encode_special_tokens, not special
         try:
-            return np.array(inner.encode(text, add_special_tokens=False).ids, np.int32)
+            return inner.encode(text, add_special_tokens=False)
         finally:
             inner.encode_special_tokens = before
 
