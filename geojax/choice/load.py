@@ -76,7 +76,13 @@ def load_subject(folder: Path, dtype: str = "float32") -> Subject:
     folder = folder.expanduser()
     require(folder.is_dir(), f"{folder} is not a folder; name that of a run or of weights")
     is_run = (folder / "metrics.jsonl").is_file()
-    config = runs.read_config(folder / "config.json").model if is_run else read_config(folder)
+    run = runs.read_config(folder / "config.json") if is_run else None
+    require(
+        run is None or run.data.source.kind != "tasks",
+        f"{folder} was trained on generated tasks, which have no text; score it by `geojax eval "
+        f"{folder}`, or name a model of text",
+    )
+    config = run.model if run else read_config(folder)
     require(
         config.family != "bert",
         f"{folder} holds a bert, which fills few masks at a time and gives no likelihood of a "

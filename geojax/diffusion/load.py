@@ -132,8 +132,14 @@ def load(folder: Path | str, dtype: DTypeLike = jnp.float32) -> Model:
     read = _of_run if (folder / "metrics.jsonl").is_file() else _of_weights
     config, params, special, tokenizer = read(folder, jnp.dtype(dtype))
     ends = {special.eos}
-    if tokenizer is not None:
-        ends |= {tokenizer.token_to_id(name) for name in _TURN_ENDS}
+    for name in _TURN_ENDS if tokenizer is not None else ():
+        end = tokenizer.token_to_id(name)
+        require(
+            end is None or end < config.vocab_size,
+            f"{folder}: the tokenizer's {name} is id {end}, beyond the model's vocabulary of "
+            f"{config.vocab_size}; put the tokenizer of these weights beside them",
+        )
+        ends.add(end)
     end_ids = tuple(sorted(i for i in ends if i is not None))
     return Model(folder, config, params, special, tokenizer, end_ids)
 

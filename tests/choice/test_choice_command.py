@@ -10,13 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from made_text import write_words
+from tokenizers import Tokenizer
 
 from geojax.choice import tasks
 from geojax.choice.load import load_subject
 from geojax.choice.tasks import Task
 from geojax.cli import main
 from geojax.config import ConfigError, DataConfig, MaskingConfig, SourceConfig, TokenizerConfig
+from geojax.configs import load_config
 from geojax.data import prepare
+from geojax.diffusion.load import load as load_model
+from geojax.runs import begin_folder
 from geojax.score import perplexity
 
 TOYS = {
@@ -122,7 +126,6 @@ def test_spaces_at_the_end_of_a_context_belong_to_the_continuation(causal):
 
 
 def test_what_a_tokenizer_begins_texts_with_stands_before_a_context(causal, tmp_path):
-    from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
 
     folder = tmp_path / "begins"
@@ -167,3 +170,20 @@ def test_a_folder_without_a_tokenizer_or_of_a_bert_is_refused(causal, tmp_path):
     (folder / "config.json").write_text(json.dumps(hf))
     with pytest.raises(ConfigError, match="holds a bert"):
         load_subject(folder)
+
+
+def test_a_run_of_generated_tasks_is_refused(causal, tmp_path, capsys):
+    begin_folder(load_config("dlm-tasks"), tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    assert main(["eval", str(tmp_path / "run"), "--tasks", "parity"]) == 2
+    assert "trained on generated tasks, which have no text" in capsys.readouterr().err
+
+
+def test_a_tokenizer_beyond_the_model_s_vocabulary_is_refused(diffusion, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(diffusion, folder)
+    inner = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.add_special_tokens(["<|im_end|>"])
+    inner.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"<\|im_end\|> is id 258, beyond .* vocabulary of 258"):
+        load_model(folder)
