@@ -23,7 +23,7 @@ from geojax.data import Batch, Corpus, both_splits, prepare
 from geojax.diffusion.exact import is_of_tasks, run_exact
 from geojax.models.transformer import make_apply
 from geojax.models.weights import load_safetensors, read_config, read_special
-from geojax.track.metrics import to_json, write_atomically
+from geojax.track.metrics import NewFile, to_json, write_atomically
 from geojax.train.evaluate import mean_loss
 
 
@@ -124,7 +124,7 @@ class EvalOptions:
     """Tokens at once."""
     out: Path | None = None
     """Folder for each item's answer; a second start goes on where the first one stopped."""
-    json: Path | None = None
+    json: NewFile | None = None
     """File for the figures; unset: results.json in --out."""
 
 
