@@ -15,7 +15,7 @@ from geojax.choice.pairs import Pair, encode
 from geojax.choice.rows import BATCH_TOKENS
 from geojax.config import require
 from geojax.convert import TOKENIZER
-from geojax.data import Tokenizer, cache_dir, read_tokenizer
+from geojax.data import Tokenizer, read_tokenizer
 from geojax.diffusion.load import DTYPES, revision
 from geojax.diffusion.load import Model as DiffusionModel
 from geojax.diffusion.load import load as load_diffusion
@@ -23,6 +23,7 @@ from geojax.models.config import TransformerConfig
 from geojax.models.transformer import Params
 from geojax.models.weights import load_safetensors, read_config, read_special
 from geojax.train.checkpoint import read_params
+from geojax.trained import tokenizer_path
 
 SAMPLES = 32
 
@@ -96,7 +97,7 @@ def load_subject(folder: Path, dtype: str = "float32") -> Subject:
     elif is_run:
         params, meta = read_params(folder)
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, kind), params)
-        tokenizer = _tokenizer(cache_dir() / "corpora" / meta["corpus"] / TOKENIZER)
+        tokenizer = _tokenizer(tokenizer_path(meta))
     else:
         tokenizer = _tokenizer(folder / TOKENIZER)
         params = load_safetensors(folder, config, kind, place=lambda _, leaf: jnp.asarray(leaf))

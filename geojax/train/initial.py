@@ -4,12 +4,23 @@
 from dataclasses import fields, replace
 from pathlib import Path
 
+import jax
 import numpy as np
 
-from geojax.config import require
+from geojax.config import RunConfig, require
 from geojax.models.config import TransformerConfig
-from geojax.models.transformer import Params
+from geojax.models.transformer import Params, abstract_params, init_params
 from geojax.models.weights import load_safetensors, read_config
+
+
+def host_params(config: RunConfig, resumed: bool) -> Params:
+    """What a run begins with, on the host: fresh parameters or those of `init`. Of a `resumed` one,
+    whose checkpoint takes their place, zeros: the folder of `init` may be gone."""
+    if resumed:
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract_params(config.model))
+    if config.init:
+        return read_init(config.init, config.model)
+    return jax.tree.map(np.asarray, init_params(config.model, config.seed))
 
 
 def read_init(folder: str, model: TransformerConfig) -> Params:
