@@ -16,7 +16,7 @@ from geojax.choice.rows import BATCH_TOKENS
 from geojax.config import require
 from geojax.convert import TOKENIZER
 from geojax.data import Tokenizer, read_tokenizer
-from geojax.diffusion.load import DTYPES, revision
+from geojax.diffusion.load import DTYPES, find_tokenizer, revision
 from geojax.diffusion.load import Model as DiffusionModel
 from geojax.diffusion.load import load as load_diffusion
 from geojax.models.config import TransformerConfig
@@ -93,13 +93,13 @@ def load_subject(folder: Path, dtype: str = "float32") -> Subject:
     if not config.causal:
         model = load_diffusion(folder, kind)
         params = model.params
-        tokenizer = _of_run(model) if is_run else _tokenizer(folder / TOKENIZER)
+        tokenizer = _of_run(model) if is_run else _of_weights(folder)
     elif is_run:
         params, meta = read_params(folder)
         params = jax.tree.map(lambda leaf: jnp.asarray(leaf, kind), params)
         tokenizer = _tokenizer(tokenizer_path(meta))
     else:
-        tokenizer = _tokenizer(folder / TOKENIZER)
+        tokenizer = _of_weights(folder)
         params = load_safetensors(folder, config, kind, place=lambda _, leaf: jnp.asarray(leaf))
     begin = None if is_run else read_special(folder).bos
     return Subject(config, params, tokenizer, tokenizer.eos_id if begin is None else begin, model)
@@ -112,6 +112,10 @@ def _tokenizer(path: Path) -> Tokenizer:
         "again with `geojax data` and the run's settings",
     )
     return read_tokenizer(path)
+
+
+def _of_weights(folder: Path) -> Tokenizer:
+    return find_tokenizer(folder) or _tokenizer(folder / TOKENIZER)
 
 
 def _of_run(model: DiffusionModel) -> Tokenizer:

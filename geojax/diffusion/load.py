@@ -14,12 +14,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Int32, Int64
 
 from geojax.config import ConfigError, require
-from geojax.data import read_tokenizer
+from geojax.data import Tokenizer, read_tokenizer
+from geojax.data.tokenizer import wrap
 from geojax.diffusion.sampler import Sampler
 from geojax.models.config import TransformerConfig
 from geojax.models.transformer import Params, Transformer
 from geojax.models.weights import SpecialTokens, forbidden_ids, load_safetensors, read_special
 from geojax.models.weights import read_config as read_weights_config
+from geojax.models.weights.bpe_files import read_bpe
 from geojax.models.weights.special import TOKENIZER
 from geojax.trained import read_run
 
@@ -144,6 +146,15 @@ def load(folder: Path | str, dtype: DTypeLike = jnp.float32) -> Model:
     return Model(folder, config, params, special, tokenizer, end_ids)
 
 
+def find_tokenizer(folder: Path) -> Tokenizer | None:
+    """That of a folder of weights: its tokenizer.json, or else made of vocab.json, merges.txt and
+    added tokens; None where it has neither. ConfigError where a file cannot be used."""
+    if (folder / TOKENIZER).is_file():
+        return read_tokenizer(folder / TOKENIZER)
+    inner = read_bpe(folder)
+    return inner and wrap(inner, str(folder))
+
+
 def _of_weights(
     folder: Path, dtype: np.dtype
 ) -> tuple[TransformerConfig, Params, SpecialTokens, Any]:
@@ -153,11 +164,10 @@ def _of_weights(
         special.mask is not None,
         f"{folder} does not say which token is the mask; set mask_token_id in its config.json",
     )
-    path = folder / TOKENIZER
-    tokenizer = read_tokenizer(path).inner if path.is_file() else None
+    tokenizer = find_tokenizer(folder)
     # A leaf moves to the device as soon as it is whole.
     params = load_safetensors(folder, config, dtype, place=lambda path, leaf: jnp.asarray(leaf))
-    return config, params, special, tokenizer
+    return config, params, special, tokenizer and tokenizer.inner
 
 
 def _of_run(folder: Path, dtype: np.dtype) -> tuple[TransformerConfig, Params, SpecialTokens, Any]:
