@@ -192,19 +192,30 @@ def test_answers_do_not_depend_on_the_batch_its_order_or_padding(temperature):
             assert other.steps == a.steps
 
 
-def test_padding_changes_logits_by_rounding_alone():
-    tokens = np.array([[1, 2, 3, MASK, 5, MASK]])
-    model = Transformer(LLADA)
-    plain = model.logits(
-        params(LLADA), hidden(model, params(LLADA), tokens, np.array([6]), jnp.float32)
-    )
-    padded = np.zeros((3, 64), np.int32)
-    padded[1, :6] = tokens[0]
-    found = model.logits(
-        params(LLADA), hidden(model, params(LLADA), padded, np.array([64, 6, 1]), jnp.float32)
-    )
-    np.testing.assert_allclose(found[1, :6, :VOCAB], plain[0, :, :VOCAB], atol=1e-4)
-    assert np.isfinite(found[..., :VOCAB]).all()
+@pytest.mark.parametrize("config", [LLADA, DREAM], ids=["llada", "dream"])
+def test_teacher_forced_logits_do_not_depend_on_batch_padding_or_order(config):
+    rows = [[1, 2, 3, MASK, 5, MASK], [4, MASK, 6, 6, MASK, 1], list(range(30))]
+    model = Transformer(config)
+
+    @jax.jit
+    def run(params, tokens, length):
+        return model.logits(params, hidden(model, params, tokens, length, jnp.float32))
+
+    def together(order, count, width):
+        tokens, length = np.zeros((count, width), np.int32), np.ones(count, np.int32)
+        for place, i in enumerate(order):
+            tokens[place, : len(rows[i])], length[place] = rows[i], len(rows[i])
+        found = np.asarray(run(params(config), tokens, length))
+        assert np.isfinite(found[..., :VOCAB]).all()
+        return {i: found[place, : len(rows[i]), :VOCAB] for place, i in enumerate(order)}
+
+    batch, backwards = together([0, 1, 2], 4, 64), together([2, 1, 0], 3, 32)
+    for i, row in enumerate(rows):
+        alone = np.asarray(
+            apply(config)(params(config), np.array([row]), np.arange(len(row))[None])
+        )
+        for found in (batch[i], backwards[i]):
+            np.testing.assert_allclose(found, alone[0, :, :VOCAB], atol=1e-4)
 
 
 def test_seeds_differ_and_repeat():
