@@ -85,7 +85,7 @@ class GeojaxLM(LM):
         sampler = model.sampler()
         texts = []
         for group in batched(enumerate(requests), self._at_once):
-            asked = [self._request(*request.args, seed) for seed, request in group]
+            asked = [self._request(*request.args[:2], seed=seed) for seed, request in group]
             for answer, (_, request) in zip(sampler.sample(asked), group, strict=True):
                 text = model.decode(answer.new)
                 for stop in _stops(request.args[1]):

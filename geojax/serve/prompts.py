@@ -52,7 +52,7 @@ class Prompts:
         """
         for message in messages:
             _need_whole(message["content"])
-        text = self._render(messages, True)
+        text = self._chat(messages, True)
         users = [i for i, message in enumerate(messages) if message["role"] == "user"]
         shared = (users[-1] if users else 0) if prefix is None else prefix
         need(
@@ -63,13 +63,13 @@ class Prompts:
         borders = []
         for count in range(1, shared + 1):
             try:
-                before = self._render(messages[:count], False)
+                before = self._chat(messages[:count], False)
             except ConfigError:  # such as a template that wants turns to alternate
                 continue
             if text.startswith(before):
                 borders.append(len(before))
         with self._lock:
-            ids, ends = encode_chat(self.model, self._render, messages, text, borders)
+            ids, ends = encode_chat(self.model, self._chat, messages, text, borders)
         # Nothing before the last message of the user's: what other requests began with may be.
         return Prompt(ids, ends if ends or prefix == 0 else None)
 
@@ -80,9 +80,6 @@ class Prompts:
 
     def decode(self, ids: Int32[np.ndarray, " n"]) -> str:
         return self.model.decode(ids)
-
-    def _render(self, messages: Sequence[_Message], reply: bool) -> str:
-        return self._chat(messages, reply)
 
     @cached_property
     def _chat(self):
