@@ -35,9 +35,8 @@ def test_a_file_that_cannot_be_written_is_said_at_once(command, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plain").touch()
     *args, option = command.split()
-    for target, message in (("plain/x.json", "cannot be written"), (".", "is a folder")):
-        assert main([*args, option, target]) == 2
-        assert f"{option} {target} {message}" in " ".join(capsys.readouterr().err.split())
+    assert main([*args, option, "plain/x.json"]) == 2
+    assert f"{option} plain/x.json cannot be written" in " ".join(capsys.readouterr().err.split())
     assert [path.name for path in tmp_path.iterdir()] == ["plain"]
 
 
