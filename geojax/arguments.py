@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import tyro
 
 from geojax.config import ClusterConfig, ConfigError, RunConfig, require, with_chain
+from geojax.track.metrics import NewFile, require_writable
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class ProfileStrategies:
     """Which; unset: all legal ones of the config's global batch on the devices there are."""
     steps: int = 5
     """Steps to time of each."""
-    out: Path | None = None
+    out: NewFile | None = None
     """File for the calibration that `geojax plan --calibration` reads."""
 
 
@@ -125,14 +126,19 @@ def need_extra(extra: str, *modules: str) -> None:
 
 
 def parse[T](options: type[T], args: list[str], prog: str, default: T | None = None) -> T:
-    """`options`, whose fields `default` has unless they are given."""
-    return tyro.cli(
+    """`options`, whose fields `default` has unless they are given.
+
+    ConfigError where a file that is to be written in the end cannot be.
+    """
+    found = tyro.cli(
         options,
         args=args,
         prog=prog,
         default=default,
         config=(tyro.conf.AvoidSubcommands,),
     )
+    require_writable(found)
+    return found
 
 
 def parse_config[T](

@@ -16,7 +16,7 @@ from geojax.models.config import TransformerConfig
 
 TOKENIZER = "tokenizer.json"
 # Beside the tokenizer, what that library looks for: templates, special tokens, sampling, and the
-# parts of a tokenizer that has no file of its own, as Dream's.
+# parts of a tokenizer that has no file of its own, as Dream's, of which one is made.
 _COMPANIONS = (
     "tokenizer_config.json",
     "chat_template.jinja",
@@ -64,6 +64,7 @@ def convert(
         read_special,
         save_safetensors,
     )
+    from geojax.models.weights.bpe_files import read_bpe
     from geojax.trained import read_run
 
     progress = progress or (lambda line: None)
@@ -98,6 +99,8 @@ def convert(
                 for name in (TOKENIZER, *_COMPANIONS):
                     if (source / name).is_file():
                         shutil.copyfile(source / name, temporary / name)
+                if not (source / TOKENIZER).is_file() and (made := read_bpe(source)):
+                    made.save(str(temporary / TOKENIZER))
             tokenized = (temporary / TOKENIZER).is_file()
             written = sum(file.stat().st_size for file in temporary.glob("*.safetensors"))
     except OSError as error:

@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import batched
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -21,10 +21,11 @@ from rich.live import Live
 from rich.text import Text
 
 from geojax.config import ConfigError, require
+from geojax.diffusion.chat import encode_chat
 from geojax.diffusion.load import DTYPES, Model, load
-from geojax.diffusion.request import Request, SamplingConfig
+from geojax.diffusion.request import Request, SamplingConfig, check
 from geojax.diffusion.sampler import Answer, Progress, Sampler
-from geojax.models.weights import render_chat
+from geojax.models.weights import read_chat
 
 HIDDEN = "░"  # stands for a token that is not there yet
 
@@ -38,8 +39,8 @@ class GenerateOptions:
     prompt: str | None = None
     """Text that comes first; unset: --file, or standard input."""
     file: Path | None = None
-    """Its text is the prompt; of a .jsonl file, each record's "prompt" (and "suffix"), and answers
-    are printed as JSON, one a line."""
+    """Its text is the prompt; of a .jsonl file, each record's "prompt" (and "suffix", and "seed",
+    else --seed plus the records before it), and answers are printed as JSON, one a line."""
     suffix: str = ""
     """Text that comes last: what lies between is filled."""
     chat: bool = False
@@ -57,7 +58,10 @@ class GenerateOptions:
 
 class Prompt(NamedTuple):
     text: str
-    suffix: str = ""
+    suffix: str
+    seed: int
+    place: str = ""
+    """Where it comes from, if there are several."""
 
 
 def run_generate(options: GenerateOptions) -> None:
@@ -66,7 +70,7 @@ def run_generate(options: GenerateOptions) -> None:
     require(options.batch >= 1, f"batch {options.batch} must be at least 1")
     prompts = list(_prompts(options))
     model = load(options.model, DTYPES[options.dtype])
-    requests = [_request(p, model, options) for p in prompts]
+    requests = [_checked(p, model, options) for p in prompts]
     sampler = model.sampler()
     many = options.file is not None and options.file.suffix == ".jsonl"
     for group in batched(zip(prompts, requests, strict=True), options.batch):
@@ -77,7 +81,8 @@ def run_generate(options: GenerateOptions) -> None:
             text = model.decode(answer.new)
             if many:
                 steps = {"tokens": len(answer.new), "steps": answer.steps, "ended": answer.ended}
-                print(json.dumps({"prompt": given.text, "answer": text, **steps}))
+                record = {"prompt": given.text, "seed": given.seed, "answer": text, **steps}
+                print(json.dumps(record))
             else:
                 print(text)
         sys.stdout.flush()
@@ -90,38 +95,74 @@ def _prompts(options: GenerateOptions) -> Iterator[Prompt]:
         options.prompt is None or options.file is None,
         "--prompt and --file are two sources of the prompt; give one of them",
     )
+    seed = options.sampling.seed
     if options.file is None:
-        text = sys.stdin.read() if options.prompt is None else options.prompt
-        yield Prompt(text, options.suffix)
+        text = _standard_input() if options.prompt is None else options.prompt
+        yield Prompt(text, options.suffix, seed)
         return
     try:
         text = options.file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the prompt {options.file}: {error}") from error
     if options.file.suffix != ".jsonl":
-        yield Prompt(text, options.suffix)
+        yield Prompt(text, options.suffix, seed)
         return
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield _record(line, f"{options.file}:{number}", options.suffix)
+    lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    require(lines, f"{options.file} holds no prompt; write {_FORM}, one a line")
+    for before, (number, line) in enumerate(lines):
+        default = Prompt("", options.suffix, (seed + before) % 2**32, f"{options.file}:{number}")
+        yield _record(line, default)
 
 
-def _record(line: str, place: str, suffix: str) -> Prompt:
+_FORM = '{"prompt": "..."}'
+
+
+def _record(line: str, default: Prompt) -> Prompt:
+    """The prompt of a line of a .jsonl file; what it does not say is as in `default`."""
+    place = default.place
     try:
         record = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{place} is not JSON ({error}); write one object a line") from error
     good = isinstance(record, dict) and isinstance(record.get("prompt"), str)
-    require(good, f'{place} needs a text "prompt"; write {{"prompt": "..."}}')
-    suffix = record.get("suffix", suffix)
-    require(isinstance(suffix, str), f'{place}: "suffix" {suffix!r} is no text')
-    return Prompt(record["prompt"], suffix)
+    require(good, f'{place} needs a text "prompt"; write {_FORM}')
+    unknown = sorted(record.keys() - {"prompt", "suffix", "seed"})
+    require(
+        not unknown,
+        f"{place}: {unknown} are none of its fields, prompt, suffix and seed; leave them out, and "
+        "give what is of all records as options",
+    )
+    suffix, seed = record.get("suffix", default.suffix), record.get("seed", default.seed)
+    require(isinstance(suffix, str), f'{place}: "suffix" {suffix!r} is no text; write one, or none')
+    require(type(seed) is int, f'{place}: "seed" {seed!r} is no whole number; write one, or none')
+    return Prompt(record["prompt"], suffix, seed, place)
+
+
+def _standard_input() -> str:
+    try:
+        text = sys.stdin.read()
+        text.encode()  # where Python lets bytes that are no text through
+    except UnicodeError as error:
+        raise ConfigError(
+            f"standard input is not UTF-8 text ({error}); convert it, as iconv does"
+        ) from error
+    return text
+
+
+def _checked(given: Prompt, model: Model, options: GenerateOptions) -> Request:
+    """The request of a prompt; ConfigError, naming its place, where the model cannot fill it."""
+    try:
+        request = _request(given, model, options)
+        check(request, model.config, model.mask_id)
+    except ConfigError as error:
+        raise ConfigError(f"{given.place}: {error}" if given.place else str(error)) from error
+    return request
 
 
 def _request(given: Prompt, model: Model, options: GenerateOptions) -> Request:
     if options.chat:
-        text = render_chat(model.folder, [{"role": "user", "content": given.text}])
-        ids = model.encode(text, special=True)
+        chat, messages = read_chat(model.folder), [{"role": "user", "content": given.text}]
+        ids, _ = encode_chat(model, chat, messages, chat(messages, True))
     else:
         ids = model.encode(given.text)
     if not len(ids) and model.config.shifted:
@@ -130,7 +171,8 @@ def _request(given: Prompt, model: Model, options: GenerateOptions) -> Request:
         ids = np.array([first], np.int32)
     canvas = np.full(options.tokens, model.mask_id, np.int32)
     tokens = np.concatenate([ids, canvas, model.encode(given.suffix)])
-    return Request(tokens, options.sampling, ends=not given.suffix)
+    sampling = replace(options.sampling, seed=given.seed)
+    return Request(tokens, sampling, not given.suffix, begin=len(ids))
 
 
 def _sample(
@@ -140,7 +182,7 @@ def _sample(
     console = Console(stderr=True, highlight=False)
     if options.quiet or len(requests) > 1 or not console.is_terminal:
         return sampler.sample(requests)
-    first = int(np.argmax(np.asarray(requests[0].tokens) == model.mask_id))
+    first = requests[0].begin
     with Live(console=console, transient=True, auto_refresh=False) as live:
 
         def show(progress: Progress) -> None:

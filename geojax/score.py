@@ -22,9 +22,12 @@ from geojax.config import DataConfig, TokenizerConfig, default_masking, require
 from geojax.data import Batch, Corpus, both_splits, prepare
 from geojax.diffusion.exact import is_of_tasks, run_exact
 from geojax.models.transformer import make_apply
-from geojax.models.weights import load_safetensors, read_config
-from geojax.track.metrics import to_json, write_atomically
+from geojax.models.weights import load_safetensors, read_special
+from geojax.models.weights.special import TOKENIZER
+from geojax.track.metrics import NewFile, to_json, write_atomically
+from geojax.train.checkpoint import read_params
 from geojax.train.evaluate import mean_loss
+from geojax.trained import is_run, model_config, tokenizer_path
 
 
 def perplexity(
@@ -38,16 +41,17 @@ def perplexity(
     """Score the model in `folder` on the first `sequences` held-out sequences of `data`, where
     tokens are masked under `draws` masks each.
 
-    `folder` holds safetensors, config.json and tokenizer.json, which takes the place of
-    `data.tokenizer`. Returns sequences, tokens (predicted ones), nats_per_token, standard_error (of
-    that mean, by the spread over sequences), perplexity, bits_per_byte (of the predicted text's
-    UTF-8) and bytes_per_token. Under masked diffusion the figure is a bound on the likelihood, by
-    Monte Carlo. Logits take 4 * batch * data.seq_len * vocabulary bytes.
+    `folder` is a run's, or holds safetensors, config.json and tokenizer.json. Its tokenizer takes
+    the place of `data.tokenizer`; a mask that config.json of weights names, of the tokenizer's own.
+    Returns sequences, tokens (predicted ones), nats_per_token, standard_error (of that mean, by the
+    spread over sequences), perplexity, bits_per_byte (of the predicted text's UTF-8) and
+    bytes_per_token. Under masked diffusion the figure is a bound on the likelihood, by Monte Carlo.
+    Logits take 4 * batch * data.seq_len * vocabulary bytes.
 
     Raises ConfigError where the folder or the text cannot be used, sequences are longer than the
     model's context, or text is masked for a model that predicts the next token, or the reverse.
     """
-    config = read_config(folder)
+    config = model_config(folder)
     require(
         not config.context or data.seq_len <= config.context,
         f"data.seq_len {data.seq_len} is beyond the model's context {config.context}; lower it",
@@ -61,15 +65,32 @@ def perplexity(
         draws == 1 or data.masking is not None,
         f"draws {draws} are of masks, and nothing is masked; leave them unset",
     )
-    tokenizer = TokenizerConfig(kind="file", path=str(folder / "tokenizer.json"))
     require(
         data.source.kind != "tasks",
         "data.source.kind 'tasks' is no text; score a run of them with `geojax eval RUN`",
     )
-    corpus = prepare(replace(data, tokenizer=tokenizer), config.vocab_size, progress=progress)
+    params, path, mask = None, folder / TOKENIZER, None
+    if is_run(folder):
+        params, meta = read_params(folder)
+        path = tokenizer_path(meta)
+        require(
+            path.is_file(),
+            f"{path}, the tokenizer of {folder}, is gone from the cache; make it again with "
+            "`geojax data` and the run's settings",
+        )
+    elif not config.causal:
+        mask = read_special(folder).mask
+    corpus = prepare(
+        replace(data, tokenizer=TokenizerConfig(kind="file", path=str(path))),
+        config.vocab_size,
+        progress=progress,
+        mask_id=mask,
+    )
     assert isinstance(corpus, Corpus), "text is a corpus"
     _, held_out = both_splits(corpus, data, config.shifted)
-    params = load_safetensors(folder, config, place=lambda path, leaf: jnp.asarray(leaf))
+    if params is None:
+        params = load_safetensors(folder, config, place=lambda _, leaf: jnp.asarray(leaf))
+    params = jax.tree.map(jnp.asarray, params)
     apply = make_apply(config)
 
     @jax.jit
@@ -98,8 +119,7 @@ class EvalOptions:
     of generated tasks, how many it answers right."""
 
     folder: tyro.conf.Positional[Path]
-    """Folder that `geojax convert` wrote, or of a Hugging Face checkpoint; with --tasks, and of a
-    model of generated tasks, of a run, too."""
+    """Folder of a run, or of weights that `geojax convert` wrote."""
     data: DataConfig = DataConfig(seq_len=512)
     """Text; the tokenizer is the folder's own."""
     sequences: int = 128
@@ -120,7 +140,7 @@ class EvalOptions:
     """Tokens at once."""
     out: Path | None = None
     """Folder for each item's answer; a second start goes on where the first one stopped."""
-    json: Path | None = None
+    json: NewFile | None = None
     """File for the figures; unset: results.json in --out."""
 
 
@@ -160,11 +180,12 @@ def _run_perplexity(options: EvalOptions) -> None:
     require(draws >= 1, f"draws {draws} must be at least 1")
     require(
         (folder / "config.json").is_file(),
-        f"{folder} has no config.json; give a folder that `geojax convert` wrote",
+        f"{folder} has no config.json; give the folder of a run, or one that `geojax convert` "
+        "wrote",
     )
     console = Console(highlight=False)
     if data.masking is None:
-        data = replace(data, masking=default_masking(read_config(folder)))
+        data = replace(data, masking=default_masking(model_config(folder)))
     found = perplexity(
         folder, data, options.sequences, options.batch, draws, progress=console.print
     )

@@ -23,9 +23,9 @@ from geojax.geomesh.worker import RoundProgress, Worker
 from geojax.meshes.axes import assign_devices
 from geojax.meshes.network import Network
 from geojax.meshes.wan import get_wan
-from geojax.models.transformer import Params, init_params
+from geojax.models.transformer import Params
 from geojax.train.evaluate import evaluation_record
-from geojax.train.initial import read_init
+from geojax.train.initial import host_params
 from geojax.train.program import Program
 from geojax.train.steering import make_task
 
@@ -50,10 +50,7 @@ class Setup:
         self.exchange_seconds = modelled_exchange_seconds(config, self.traffic.payload_bytes)
         self.plan = first_plan(config, modelled_profiles(config), self.exchange_seconds)
         self.network = Network(get_wan(config.clock.wan), tuple(s.region for s in config.slices))
-        if config.init:
-            self.params: Params = read_init(config.init, config.model)
-        else:
-            self.params = jax.tree.map(np.asarray, init_params(config.model, config.seed))
+        self.params: Params = host_params(config, resumed=False)
         try:
             self._devices = assign_devices([s.devices for s in config.slices], jax.local_devices())
         except ValueError as error:

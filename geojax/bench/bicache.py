@@ -32,7 +32,7 @@ from geojax.diffusion.exact import LENGTH, STEPS, require_tasks, right
 from geojax.diffusion.load import Model, load
 from geojax.diffusion.request import Request
 from geojax.track.environment import machine
-from geojax.track.metrics import to_json, write_atomically
+from geojax.track.metrics import NewFile, to_json, write_atomically
 
 SHARES = (0.5, 0.7, 0.9)
 HARMLESS = 0.018
@@ -62,7 +62,7 @@ class BicacheOptions:
     """How prefixes are built."""
     tasks: tuple[str, ...] = ()
     """Which; unset: all."""
-    json: Path | None = None
+    json: NewFile | None = None
     """File for the figures; unset: bicache.json in the folder."""
 
 

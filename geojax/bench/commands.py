@@ -9,13 +9,14 @@ import tyro
 
 from geojax.bench import cona, geomesh
 from geojax.track.environment import usable_cores
+from geojax.track.metrics import NewFile
 
 
 @dataclass(frozen=True)
 class _Jobs:
     jobs: int = len(usable_cores())
     """Runs at a time, one core each."""
-    json: Path | None = None
+    json: NewFile | None = None
     """File for the figures; unset: report.json in the folder."""
 
 

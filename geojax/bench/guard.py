@@ -28,7 +28,7 @@ from geojax.diffusion.exact import LENGTH, STEPS, require_tasks
 from geojax.diffusion.load import Model, load
 from geojax.models.transformer import Transformer
 from geojax.track.environment import machine
-from geojax.track.metrics import to_json, write_atomically
+from geojax.track.metrics import NewFile, to_json, write_atomically
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class GuardOptions:
     """Requests of each task and share."""
     every: int = 4
     """Steps from one refresh to the next."""
-    json: Path | None = None
+    json: NewFile | None = None
     """File for the figures."""
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from geojax.bench.claims import CLAIMS, Claim
 from geojax.config import RunError, require
-from geojax.track.metrics import to_json, write_atomically
+from geojax.track.metrics import NewFile, to_json, write_atomically
 
 SEEDS = 3
 
@@ -102,7 +102,7 @@ class PaperOptions:
     """Some of geomesh, tables, cona, throughput, bicache; unset: all."""
     out: Path = Path("runs/paper")
     """Folder of runs and figures."""
-    page: Path | None = None
+    page: NewFile | None = None
     """Markdown file to write, results.json beside it; unset: results.md in the folder."""
     collect: bool = False
     """Run nothing; make the page of what is there."""

@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -27,7 +26,7 @@ from rich.console import Console
 from geojax.bench.serve_table import load_table
 from geojax.config import ConfigError, require
 from geojax.track.environment import machine
-from geojax.track.metrics import to_json, write_atomically
+from geojax.track.metrics import NewFile, to_json, write_atomically
 
 KEY = "GEOJAX_API_KEY"
 """Environment variable with the key, so that no command line shows it."""
@@ -63,7 +62,7 @@ class LoadOptions:
     """Ask for no reuse."""
     seed: int = 0
     """Of prompts and arrivals."""
-    json: Path | None = None
+    json: NewFile | None = None
     """File for the figures, and those of each request."""
 
     def __post_init__(self):

@@ -38,7 +38,7 @@ from geojax.diffusion.sampler import Sampler
 from geojax.models.config import TransformerConfig
 from geojax.models.transformer import Transformer, init_params
 from geojax.track.environment import machine
-from geojax.track.metrics import to_json, write_atomically
+from geojax.track.metrics import NewFile, to_json, write_atomically
 
 SHARES = (0.5, 0.7, 0.9)
 BLOCK, STEPS = 32, 16
@@ -116,7 +116,7 @@ class ThroughputOptions:
     """Of the model."""
     rounds: int = 3
     """Of all policies in turn; one more comes first, which compiles."""
-    json: Path | None = None
+    json: NewFile | None = None
     """File for the figures; unset: throughput.json in the folder."""
 
 

@@ -27,7 +27,7 @@ from geojax.diffusion.load import Model, load
 from geojax.models.transformer import Transformer
 from geojax.models.weights.special import TOKENIZER
 from geojax.track.environment import machine
-from geojax.track.metrics import to_json, write_atomically
+from geojax.track.metrics import NewFile, to_json, write_atomically
 
 _MARGIN = 1.5  # of a guard's bound over what 99 of 100 profiled requests do not exceed
 
@@ -38,7 +38,7 @@ class DepthOptions:
 
     model: tyro.conf.Positional[Path]
     """Folder of a diffusion run, or of weights that `geojax convert` wrote."""
-    out: Path = Path("depths.json")
+    out: NewFile = Path("depths.json")
     """File for the table; a picture goes beside it."""
     shares: tuple[float, ...] = (0.5, 0.7, 0.9)
     """Of the prefix in a request."""

@@ -50,13 +50,13 @@ def run_choice(options: ChoiceOptions) -> dict[str, Any]:
         known(name)
     console = Console(highlight=False, markup=False)
     say = lambda line: console.print(line, soft_wrap=True)  # noqa: E731
-    subject = load_subject(options.folder)
-    score = subject.likelihood(options.dtype, options.samples, options.batch_tokens)
+    subject = load_subject(options.folder, options.dtype)
+    score = subject.likelihood(options.samples, options.batch_tokens)
     found = {name: load_items(name, cache_dir(), say) for name in names}
     asked = {name: pick(items, options.items) for name, items in found.items()}
     settings = {
+        "dtype": options.dtype,  # first, for weights of another type are others
         "model": subject.fingerprint(),
-        "dtype": options.dtype,
         "samples": (options.samples or SAMPLES) if subject.diffusion else None,
         "batch_tokens": options.batch_tokens,
     }

@@ -16,7 +16,6 @@ from geojax.choice.load import load_subject
 from geojax.choice.pairs import Pair, windows
 from geojax.choice.rows import BATCH_TOKENS
 from geojax.config import ConfigError
-from geojax.diffusion.load import DTYPES
 from geojax.diffusion.request import SamplingConfig, prompt
 
 try:
@@ -46,9 +45,8 @@ class GeojaxLM(LM):
         batch_size: int | str = 1,
     ):
         super().__init__()
-        self._subject = load_subject(Path(folder))
-        self._score = self._subject.likelihood(dtype, samples, batch_tokens)
-        self._dtype = dtype
+        self._subject = load_subject(Path(folder), dtype)
+        self._score = self._subject.likelihood(samples, batch_tokens)
         self._at_once = int(batch_size)
 
     def loglikelihood(
@@ -76,25 +74,26 @@ class GeojaxLM(LM):
         return logs.tolist()
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What a diffusion model fills in, up to a stop text, greedily but for a temperature."""
+        """What a diffusion model fills in, up to a stop text, greedily but for a temperature; each
+        request has a seed of its own, its number."""
         model = self._subject.diffusion
         if model is None:
             raise ConfigError(
                 f"a causal {self._subject.config.family} writes no text here yet; choose tasks of "
                 "log-likelihoods, or a diffusion model"
             )
-        sampler = model.sampler(DTYPES[self._dtype])
+        sampler = model.sampler()
         texts = []
-        for group in batched(requests, self._at_once):
-            asked = [self._request(*request.args) for request in group]
-            for answer, request in zip(sampler.sample(asked), group, strict=True):
+        for group in batched(enumerate(requests), self._at_once):
+            asked = [self._request(*request.args[:2], seed=seed) for seed, request in group]
+            for answer, (_, request) in zip(sampler.sample(asked), group, strict=True):
                 text = model.decode(answer.new)
                 for stop in _stops(request.args[1]):
                     text = text.split(stop, 1)[0]
                 texts.append(text)
         return texts
 
-    def _request(self, context: str, how: dict[str, Any]):
+    def _request(self, context: str, how: dict[str, Any], seed: int):
         model = self._subject.diffusion
         assert model is not None, "generate_until refuses others"
         new = int(how.get("max_gen_toks") or NEW_TOKENS)
@@ -104,9 +103,8 @@ class GeojaxLM(LM):
             ids = ids[max(len(ids) + new - model.config.context, 0) :]
         temperature = float(how.get("temperature") or 0) if how.get("do_sample", True) else 0.0
         first = [] if len(ids) else [self._subject.empty]
-        return prompt(
-            [*first, *ids.tolist()], new, model.mask_id, SamplingConfig(temperature=temperature)
-        )
+        sampling = SamplingConfig(temperature=temperature, seed=seed)
+        return prompt([*first, *ids.tolist()], new, model.mask_id, sampling)
 
 
 def _stops(how: dict[str, Any]) -> list[str]:

@@ -53,6 +53,8 @@ class Corpus:
     train_examples: Int64[np.ndarray, "_ 3"] | None = None
     """Where each document, its answer and its end lie, if documents have prompts."""
     valid_examples: Int64[np.ndarray, "_ 3"] | None = None
+    own_mask: int | None = None
+    """The mask of the model that it was prepared for, where that has one of its own."""
 
     @property
     def sequences(self) -> int:
@@ -75,12 +77,13 @@ class Corpus:
     @cached_property
     def mask_id(self) -> int:
         """Id that hides a token; beyond `vocab_size` where the tokenizer has no mask token."""
-        return self.tokenizer().mask_id
+        return self.tokenizer().mask_id if self.own_mask is None else self.own_mask
 
     @cached_property
     def ordinary(self) -> Bool[np.ndarray, "vocab_size"]:
         """Whether an id stands for text, so that it may be masked, and may replace another."""
-        return self.tokenizer().ordinary
+        ordinary = self.tokenizer().ordinary
+        return ordinary & (np.arange(len(ordinary)) != self.mask_id)
 
     def require_batch(self, batch: int) -> None:
         """Raise ConfigError where one epoch is shorter than a batch of `batch` sequences."""
@@ -103,11 +106,13 @@ def prepare(
     cache: Path | None = None,
     progress: Callable[[str], None] | None = None,
     known: str | None = None,
+    mask_id: int | None = None,
 ) -> Corpus | TaskSet:
     """The corpus of `config` for a model of `vocab_size` entries, from `cache` where it is there.
 
     `progress` receives a line for each slow step. `known`: identity of a corpus made before, which
-    is taken without a look at its source if the cache still holds it. Raises ConfigError when the
+    is taken without a look at its source if the cache still holds it. `mask_id`: the model's, where
+    not the tokenizer says it. Raises ConfigError when the
     source or tokenizer cannot be used, a split is empty, training text is shorter than one
     sequence, or the tokenizer, with its mask token where text is masked, has more entries than the
     model.
@@ -117,19 +122,19 @@ def prepare(
     cache = cache or cache_dir()
     progress = progress or (lambda line: None)
     if known and (cache / "corpora" / known).is_dir():
-        return _load(cache / "corpora" / known, config)
+        return _load(cache / "corpora" / known, config, mask_id)
     progress(f"reading {config.source.kind}")
     try:
         folder = cache / "corpora" / _fingerprint(config, cache)
         if not folder.exists():
-            _write(folder, config, vocab_size, cache, progress)
+            _write(folder, config, vocab_size, cache, progress, mask_id)
     except OSError as error:
         raise ConfigError(
             f"cache {cache} cannot be used: {error}; set GEOJAX_CACHE to a folder with space that "
             "can be written"
         ) from error
-    corpus = _load(folder, config)
-    _require_vocab(corpus, vocab_size, config)
+    corpus = _load(folder, config, mask_id)
+    _require_vocab(corpus, vocab_size, config, mask_id)
     _require_whole(corpus, config)
     require(
         corpus.sequences >= 1,
@@ -202,10 +207,11 @@ def _write(
     vocab_size: int,
     cache: Path,
     progress: Callable[[str], None],
+    mask_id: int | None,
 ) -> None:
     progress(f"making the {config.tokenizer.kind} tokenizer")
     tokenizer = load_tokenizer(config.tokenizer, partial(_texts, config, cache), cache)
-    _require_vocab(tokenizer, vocab_size, config)
+    _require_vocab(tokenizer, vocab_size, config, mask_id)
     # Every id is below the tokenizer's vocab_size, so none can wrap around.
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
     meta: dict[str, Any] = {
@@ -240,7 +246,7 @@ def _write(
         (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
-def _load(folder: Path, config: DataConfig) -> Corpus:
+def _load(folder: Path, config: DataConfig, mask_id: int | None) -> Corpus:
     try:
         meta = json.loads((folder / "meta.json").read_text())
         dtype = meta.pop("dtype")
@@ -257,6 +263,7 @@ def _load(folder: Path, config: DataConfig) -> Corpus:
             train=streams["train"],
             valid=streams["valid"],
             masking=config.masking,
+            own_mask=mask_id,
             **examples,
             **meta,
         )
@@ -281,8 +288,11 @@ def _require_whole(corpus: Corpus, config: DataConfig) -> None:
             )
 
 
-def _require_vocab(ids: Tokenizer | Corpus, model_size: int, config: DataConfig) -> None:
-    needed = max(ids.vocab_size, ids.mask_id + 1) if config.masking else ids.vocab_size
+def _require_vocab(
+    ids: Tokenizer | Corpus, model_size: int, config: DataConfig, mask_id: int | None
+) -> None:
+    mask_id = ids.mask_id if mask_id is None else mask_id
+    needed = max(ids.vocab_size, mask_id + 1) if config.masking else ids.vocab_size
     mask = f" and no mask token, which takes id {needed - 1}" if needed > ids.vocab_size else ""
     require(
         needed <= model_size,

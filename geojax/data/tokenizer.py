@@ -106,7 +106,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
         inner = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise ConfigError(f"{path} is not a tokenizer.json of `tokenizers`: {error}") from error
-    return _wrap(inner, str(path))
+    return wrap(inner, str(path))
 
 
 def tokenizer_key(config: TokenizerConfig) -> str:
@@ -118,7 +118,8 @@ def tokenizer_key(config: TokenizerConfig) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _wrap(inner: "tokenizers.Tokenizer", name: str) -> Tokenizer:
+def wrap(inner: "tokenizers.Tokenizer", name: str) -> Tokenizer:
+    """A tokenizer of the library's, called `name`; ConfigError where it has no end-of-text."""
     inner.no_padding()
     inner.no_truncation()
     inner.encode_special_tokens = True
@@ -146,7 +147,7 @@ def _train_bpe(vocab_size: int, documents: Iterable[str]) -> Tokenizer:
         show_progress=False,
     )
     inner.train_from_iterator(documents, trainer)
-    return _wrap(inner, "bpe")
+    return wrap(inner, "bpe")
 
 
 def _gpt2() -> Tokenizer:
@@ -163,4 +164,4 @@ def _gpt2() -> Tokenizer:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([EOS])
-    return _wrap(inner, "gpt2")
+    return wrap(inner, "gpt2")

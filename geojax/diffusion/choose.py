@@ -32,7 +32,7 @@ class Reading(NamedTuple):
     token: Int[Array, "b w"]
     """The token that it would be filled with."""
     score: Float[Array, "b w"]
-    """Higher ones are filled first."""
+    """Higher ones are filled first; NaN where a logit is no number."""
 
 
 class Draws(NamedTuple):

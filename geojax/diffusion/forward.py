@@ -65,7 +65,8 @@ def read_window(
 
     `rows` predict them; `blind` are the same under a masked prompt, for guidance. HEAD_ROWS of
     them have logits at once, and as many such pieces are computed as the row with the most masks
-    needs. `read` makes token and score of logits.
+    needs. `read` makes token and score of logits; whatever it makes of those that are no numbers,
+    the score is none.
     """
     count, width = seen.masked.shape
     piece = min(HEAD_ROWS, width)
@@ -81,6 +82,9 @@ def read_window(
         if blind is not None:
             logits = guide(logits, model.logits(params, cut(blind, i)), rules.guidance)
         new = read(logits, forbidden, rules.draws, steps, cut(seen.positions, i))
+        # NaN and the logit that softmax makes NaN of; one of minus infinity is never drawn.
+        numbers = jnp.all(forbidden | (logits < jnp.inf), axis=-1)
+        new = new._replace(score=jnp.where(numbers, new.score, jnp.nan))
         put: Callable = lambda a, b: jax.lax.dynamic_update_slice_in_dim(  # noqa: E731
             a, b.astype(a.dtype), i * piece, axis=1
         )

@@ -11,15 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Int32
+from jaxtyping import Int32, Int64
 
 from geojax.config import ConfigError, require
-from geojax.data import read_tokenizer
+from geojax.data import Tokenizer, read_tokenizer
+from geojax.data.tokenizer import wrap
 from geojax.diffusion.sampler import Sampler
 from geojax.models.config import TransformerConfig
 from geojax.models.transformer import Params, Transformer
 from geojax.models.weights import SpecialTokens, forbidden_ids, load_safetensors, read_special
 from geojax.models.weights import read_config as read_weights_config
+from geojax.models.weights.bpe_files import read_bpe
 from geojax.models.weights.special import TOKENIZER
 from geojax.trained import read_run
 
@@ -49,19 +51,36 @@ class Model:
 
     @cached_property
     def revision(self) -> str:
-        """Names the weights: the first 16 hex digits of the SHA-256 of all of them."""
-        digest = hashlib.sha256()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(self.params):
-            digest.update(jax.tree_util.keystr(path).encode())
-            digest.update(np.ascontiguousarray(leaf).tobytes())
-        return digest.hexdigest()[:16]
+        """Names the weights, as `revision` does."""
+        return revision(self.params)
 
     def encode(self, text: str, special: bool = False) -> Int32[np.ndarray, " n"]:
-        """Ids of `text`; what spells a special token is one only where `special`."""
+        """Ids of `text`; what spells a special token is one only where `special`.
+
+        ConfigError where there is no tokenizer, or the text is not Unicode.
+        """
+        return np.array(self._encoding(text, special).ids, np.int32)
+
+    def encode_with_starts(
+        self, text: str
+    ) -> tuple[Int32[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        """The same, special tokens included, and where in the text each begins."""
+        found = self._encoding(text, True)
+        starts = [start for start, _ in found.offsets]
+        return np.array(found.ids, np.int32), np.array(starts, np.int64)
+
+    def _encoding(self, text: str, special: bool) -> "tokenizers.Encoding":
         inner = self._text()
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"the text has half of a surrogate pair, {text[error.start]!r}, at place "
+                f"{error.start}, which is not Unicode; leave it out"
+            ) from error
         before, inner.encode_special_tokens = inner.encode_special_tokens, not special
         try:
-            return np.array(inner.encode(text, add_special_tokens=False).ids, np.int32)
+            return inner.encode(text, add_special_tokens=False)
         finally:
             inner.encode_special_tokens = before
 
@@ -93,6 +112,15 @@ class Model:
         return self.tokenizer
 
 
+def revision(params: Params) -> str:
+    """Names parameters: the first 16 hex digits of the SHA-256 of all of them, in their type."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        digest.update(jax.tree_util.keystr(path).encode())
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    return digest.hexdigest()[:16]
+
+
 def load(folder: Path | str, dtype: DTypeLike = jnp.float32) -> Model:
     """The diffusion model in a run folder, or in one of safetensors as `geojax convert` writes,
     its parameters in `dtype` on the default device.
@@ -106,10 +134,25 @@ def load(folder: Path | str, dtype: DTypeLike = jnp.float32) -> Model:
     read = _of_run if (folder / "metrics.jsonl").is_file() else _of_weights
     config, params, special, tokenizer = read(folder, jnp.dtype(dtype))
     ends = {special.eos}
-    if tokenizer is not None:
-        ends |= {tokenizer.token_to_id(name) for name in _TURN_ENDS}
+    for name in _TURN_ENDS if tokenizer is not None else ():
+        end = tokenizer.token_to_id(name)
+        require(
+            end is None or end < config.vocab_size,
+            f"{folder}: the tokenizer's {name} is id {end}, beyond the model's vocabulary of "
+            f"{config.vocab_size}; put the tokenizer of these weights beside them",
+        )
+        ends.add(end)
     end_ids = tuple(sorted(i for i in ends if i is not None))
     return Model(folder, config, params, special, tokenizer, end_ids)
+
+
+def find_tokenizer(folder: Path) -> Tokenizer | None:
+    """That of a folder of weights: its tokenizer.json, or else made of vocab.json, merges.txt and
+    added tokens; None where it has neither. ConfigError where a file cannot be used."""
+    if (folder / TOKENIZER).is_file():
+        return read_tokenizer(folder / TOKENIZER)
+    inner = read_bpe(folder)
+    return inner and wrap(inner, str(folder))
 
 
 def _of_weights(
@@ -121,11 +164,10 @@ def _of_weights(
         special.mask is not None,
         f"{folder} does not say which token is the mask; set mask_token_id in its config.json",
     )
-    path = folder / TOKENIZER
-    tokenizer = read_tokenizer(path).inner if path.is_file() else None
+    tokenizer = find_tokenizer(folder)
     # A leaf moves to the device as soon as it is whole.
     params = load_safetensors(folder, config, dtype, place=lambda path, leaf: jnp.asarray(leaf))
-    return config, params, special, tokenizer
+    return config, params, special, tokenizer and tokenizer.inner
 
 
 def _of_run(folder: Path, dtype: np.dtype) -> tuple[TransformerConfig, Params, SpecialTokens, Any]:

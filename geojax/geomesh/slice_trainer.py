@@ -53,11 +53,10 @@ from geojax.geomesh.wan.samples import Share, in_order
 from geojax.geomesh.wan.seat import Message, Seat, Stopped
 from geojax.geomesh.worker import Worker
 from geojax.meshes.axes import assign_devices
-from geojax.models.transformer import init_params
 from geojax.platform import Watchdog
 from geojax.track.console import RunConsole
 from geojax.train.checkpoint import Checkpoints
-from geojax.train.initial import read_init
+from geojax.train.initial import host_params
 from geojax.train.program import Program
 from geojax.train.steering import make_task
 
@@ -82,10 +81,7 @@ class SliceTrainer:
         task = make_task(config, evaluates=True)
         self._program = cache(lambda row, strategy: Program(task, strategy, row))
         self._preparer = Preparer(config, self._program)
-        if config.init:
-            params = read_init(config.init, config.model)
-        else:
-            params = jax.tree.map(np.asarray, init_params(config.model, config.seed))
+        params = host_params(config, resumed=not checkpoints.empty)
         layout = make_layout(params, config.exchange)
         merge = config.outer.merge
         self._synchronizer = Synchronizer(layout, None, self._names, "gather", merge)

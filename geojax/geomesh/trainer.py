@@ -53,13 +53,13 @@ from geojax.geomesh.steering import Planner, first_plan, record
 from geojax.geomesh.sync import Contribution, Synchronizer
 from geojax.geomesh.worker import Worker, sharing_devices
 from geojax.meshes.axes import assign_devices
-from geojax.models.transformer import Params, init_params
+from geojax.models.transformer import Params
 from geojax.platform import Watchdog
 from geojax.track.console import RunConsole, format_seconds
 from geojax.track.metrics import MetricsWriter
 from geojax.train.agree import out_of_memory, reason
 from geojax.train.checkpoint import Checkpoints
-from geojax.train.initial import read_init
+from geojax.train.initial import host_params
 from geojax.train.origin import check_origin, origin
 from geojax.train.program import Program
 from geojax.train.steering import make_task, noise_record
@@ -97,10 +97,7 @@ class Trainer:
         task = make_task(config)
         self._program = cache(lambda row, strategy: Program(task, strategy, row))
         self._preparer = Preparer(config, self._program)
-        if config.init:
-            params = read_init(config.init, config.model)
-        else:
-            params = jax.tree.map(np.asarray, init_params(config.model, config.seed))
+        params = host_params(config, resumed=not checkpoints.empty)
         layout = make_layout(params, config.exchange)
         schedule = config.exchange.resolve_schedule(len(self._names))
         self._exchange = MeshExchange([row[0] for row in devices])

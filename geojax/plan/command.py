@@ -52,7 +52,7 @@ from geojax.plan.exact import exact_bytes
 from geojax.plan.timing import read_timing, timing_source
 from geojax.track.console import format_seconds, format_share
 from geojax.track.environment import machine, versions
-from geojax.track.metrics import to_json, write_atomically
+from geojax.track.metrics import NewFile, to_json, write_atomically
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class PlanOptions:
     """File of `geojax profile strategies --out`; unset: fitted to A100 rows."""
     excluded: bool = False
     """Also say why others are out."""
-    json: Path | None = None
+    json: NewFile | None = None
     """File for all candidates."""
     out: Path | None = None
     """Folder for the pictures, plan.png and with a chain chain.png."""
@@ -99,7 +99,7 @@ class PlanOptions:
     before them a power law of samples."""
     noise_from: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
     """Folder of a run: a power law fitted to the noise that it measured, by samples seen."""
-    chain_file: Path | None = None
+    chain_file: NewFile | None = None
     """File for the chain, as `geojax train --chain` reads it."""
     switch_seconds: float = 5.0
     """What a change of strategy takes."""

@@ -28,6 +28,7 @@ from geojax.plan.whole_report import (
 )
 from geojax.simulate.report import write_figures
 from geojax.simulate.setting import How
+from geojax.track.metrics import NewFile
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class WholeOptions:
     """File of `geojax profile strategies --out`; unset: fitted to A100 rows."""
     out: Path | None = None
     """Folder for the picture gantt.png."""
-    json: Path | None = None
+    json: NewFile | None = None
     """File for all figures."""
 
 

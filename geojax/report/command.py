@@ -20,6 +20,7 @@ from geojax.config import ConfigError, require
 from geojax.report.inputs import Inputs, read_inputs
 from geojax.report.page import write_page
 from geojax.runs import stop_on_signals
+from geojax.track.metrics import NewFile
 from geojax.track.report import publish
 from geojax.track.section import new_console
 
@@ -32,11 +33,11 @@ class ReportOptions:
 
     inputs: tyro.conf.Positional[tuple[str, ...]]
     """Run folders, and files that `profile depth`, `bench`, `simulate` or `report` wrote."""
-    html: Path | None = None
+    html: NewFile | None = None
     """File for one page of everything, which loads nothing else."""
     out: Path | None = None
     """Folder for the pictures."""
-    json: Path | None = None
+    json: NewFile | None = None
     """File for the figures of runs, with units, clock, seeds, versions and machine."""
     target: float | None = None
     """Target perplexity; unset: 1.02 times the worst final one."""

@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text in and out: prompts and conversations as tokens, with where their shared prefix ends.
 
-Invariant: only the chat template writes special tokens. What a message says is encoded as text,
-whatever it spells, so that nobody can end another's turn or speak as the system.
+Invariant: as in geojax.diffusion.chat, what a client says is encoded as text, whatever it spells.
 """
 
-import re
-import secrets
 import threading
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
 
 from geojax.config import ConfigError
+from geojax.diffusion.chat import encode_chat
 from geojax.diffusion.load import Model
 from geojax.models.weights import read_chat
 from geojax.serve.errors import need
@@ -55,7 +52,7 @@ class Prompts:
         """
         for message in messages:
             _need_whole(message["content"])
-        text = self._render(messages, True)
+        text = self._chat(messages, True)
         users = [i for i, message in enumerate(messages) if message["role"] == "user"]
         shared = (users[-1] if users else 0) if prefix is None else prefix
         need(
@@ -66,12 +63,13 @@ class Prompts:
         borders = []
         for count in range(1, shared + 1):
             try:
-                before = self._render(messages[:count], False)
+                before = self._chat(messages[:count], False)
             except ConfigError:  # such as a template that wants turns to alternate
                 continue
             if text.startswith(before):
                 borders.append(len(before))
-        ids, ends = self._encode_chat(text, messages, borders)
+        with self._lock:
+            ids, ends = encode_chat(self.model, self._chat, messages, text, borders)
         # Nothing before the last message of the user's: what other requests began with may be.
         return Prompt(ids, ends if ends or prefix == 0 else None)
 
@@ -82,9 +80,6 @@ class Prompts:
 
     def decode(self, ids: Int32[np.ndarray, " n"]) -> str:
         return self.model.decode(ids)
-
-    def _render(self, messages: Sequence[_Message], reply: bool) -> str:
-        return self._chat(messages, reply)
 
     @cached_property
     def _chat(self):
@@ -99,57 +94,6 @@ class Prompts:
         need(first is not None, "an empty prompt: this model needs a first token", "prompt")
         return np.array([first], np.int32)
 
-    def _encode_chat(
-        self, text: str, messages: Sequence[_Message], borders: Sequence[int]
-    ) -> tuple[Int32[np.ndarray, " n"], tuple[int, ...]]:
-        """Ids of a rendered conversation, and the numbers of them before each border."""
-        with self._lock:
-            if any(self._spells_special(message["content"]) for message in messages):
-                return self._encode_parts(text, messages, borders)
-            inner = self.model.tokenizer
-            assert inner is not None, "_spells_special has asked for it"
-            inner.encode_special_tokens = False
-            encoding = inner.encode(text, add_special_tokens=False)
-            starts = np.array([start for start, _ in encoding.offsets], np.int64)
-        ends = np.searchsorted(starts, borders).tolist()
-        return np.array(encoding.ids, np.int32), _increasing(ends)
-
-    def _spells_special(self, content: str) -> bool:
-        plain, special = self.model.encode(content), self.model.encode(content, special=True)
-        return not np.array_equal(plain, special)
-
-    def _encode_parts(
-        self, text: str, messages: Sequence[_Message], borders: Sequence[int]
-    ) -> tuple[Int32[np.ndarray, " n"], tuple[int, ...]]:
-        """What messages say as text, what lies between as the template wrote it."""
-        # The template shows what is its own around stand-ins that nobody can guess.
-        names = [secrets.token_hex(16) for _ in messages]
-        stands = [{**m, "content": name} for m, name in zip(messages, names, strict=True)]
-        between = re.split("|".join(names), self._render(stands, True))
-        parts: list[tuple[str, bool]] = []
-        whole = [message["content"] for message in messages]
-        for spoken in (whole, [content.strip() for content in whole]):
-            mixed = [x for pair in zip_longest(between, spoken, fillvalue="") for x in pair]
-            if "".join(mixed) == text:
-                parts = [(part, i % 2 == 0) for i, part in enumerate(mixed)]
-        need(
-            parts,
-            "a message spells a special token, and the chat template changes what messages say; "
-            "leave it out",
-            "messages",
-        )
-        ids: list[Int32[np.ndarray, " n"]] = []
-        ends, place, left = [], 0, list(borders)
-        for part, special in parts:
-            while left and place < left[0] <= place + len(part):
-                cut = left.pop(0) - place
-                ids.append(self.model.encode(part[:cut], special))
-                ends.append(sum(map(len, ids)))
-                place, part = place + cut, part[cut:]
-            ids.append(self.model.encode(part, special))
-            place += len(part)
-        return np.concatenate(ids).astype(np.int32), _increasing(ends)
-
 
 def _need_whole(text: str) -> None:
     """ApiError where a text has half of a surrogate pair, as JSON may."""
@@ -157,7 +101,3 @@ def _need_whole(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         need(False, "a text is not Unicode: it has half of a surrogate pair")
-
-
-def _increasing(ends: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted({end for end in ends if end > 0}))

@@ -23,6 +23,7 @@ from geojax.simulate.scaling import plot_scaling, print_scaling, scaling, scalin
 from geojax.simulate.setting import How, Setting, make_setting, with_modelled_clock
 from geojax.simulate.speeds import Change, Speeds, parse_change
 from geojax.track.console import format_count, format_seconds, format_share
+from geojax.track.metrics import NewFile
 
 _SHOWN = 6  # rounds that are shown after a change of speed
 
@@ -61,7 +62,7 @@ class SimulateOptions:
     """Bytes and round times over 2 to 256 slices by each pattern, in place of a run."""
     out: Path | None = None
     """Folder for the picture of --scaling."""
-    json: Path | None = None
+    json: NewFile | None = None
     """File for the figures."""
 
 

@@ -11,7 +11,6 @@ model that is much smaller. Invariant: nothing is fitted to any other published 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import tyro
@@ -29,6 +28,7 @@ from geojax.simulate.outcome import Outcome, outcome
 from geojax.simulate.report import write_figures
 from geojax.simulate.setting import make_setting
 from geojax.track.console import format_share
+from geojax.track.metrics import NewFile
 from geojax.track.section import new_table
 from geojax.track.summary import common_target, load_run, summarise
 
@@ -63,7 +63,7 @@ class TablesOptions:
     hours to the target perplexity are shown, too."""
     wan: str = "geomesh-azure-no-latency"
     """The published setting says nothing of latency; geomesh-azure adds it."""
-    json: Path | None = None
+    json: NewFile | None = None
     """File for the figures."""
 
 

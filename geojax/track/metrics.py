@@ -11,12 +11,16 @@ import json
 import math
 import os
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
 
-from geojax.config import ConfigError
+from geojax.config import ConfigError, require
 
 type Record = dict[str, Any]
+_NEW_FILE = "a file that a command writes when it has done its work"
+NewFile = Annotated[Path, _NEW_FILE]
+"""An option of such a file; `require_writable` looks at it before the work."""
 
 
 class MetricsWriter:
@@ -94,12 +98,38 @@ def read_records(path: Path | str) -> list[Record]:
 def write_atomically(path: Path | str, text: str) -> None:
     """Give `path` the content `text`; a reader, or a crash, sees the old content or the new."""
     path = Path(path)
-    scratch = path.with_name(f"{path.name}.tmp")
+    scratch = _scratch(path)
     with scratch.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     scratch.replace(path)
+
+
+def require_writable(options: Any) -> None:
+    """Make the folders of the files that `options`, a dataclass, names as `NewFile`.
+
+    ConfigError where `write_atomically` could not write one.
+    """
+    for field in fields(options):
+        path = getattr(options, field.name)
+        hints = (field.type, *get_args(field.type))
+        if path is None or not any(_NEW_FILE in getattr(h, "__metadata__", ()) for h in hints):
+            continue
+        option = f"--{field.name.replace('_', '-')} {path}"
+        require(not path.is_dir(), f"{option} is a folder; name a file in it")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _scratch(path).open("a").close()
+            _scratch(path).unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"{option} cannot be written ({error}); name a file in a folder that can"
+            ) from error
+
+
+def _scratch(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp")
 
 
 def to_json(value: Any) -> Any:

@@ -2,18 +2,34 @@
 """Parameters that a run starts from, where they are not fresh ones."""
 
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from geojax.config import require
+from geojax.config import RunConfig, require
 from geojax.models.config import TransformerConfig
-from geojax.models.transformer import Params
+from geojax.models.transformer import Params, abstract_params, init_params
 from geojax.models.weights import load_safetensors, read_config
 
 
-def read_init(folder: str, model: TransformerConfig) -> Params:
-    """Host parameters from a folder of safetensors; ConfigError where they are of another model.
+def host_params(config: RunConfig, resumed: bool) -> Params:
+    """What a run begins with, on the host: fresh parameters or those of `init`. Of a `resumed` one,
+    whose checkpoint takes their place, zeros: the folder of `init` may be gone."""
+    if resumed:
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract_params(config.model))
+    if config.init:
+        return read_init(config.init, config.model)
+    return jax.tree.map(np.asarray, init_params(config.model, config.seed))
+
+
+def read_init(folder: str, model: TransformerConfig, shardings: Params | None = None) -> Params:
+    """Parameters from a folder of safetensors, on the host, or with `shardings`, one at every leaf,
+    tensor by tensor on their devices. ConfigError where they are of another model.
 
     A causal model's become a bidirectional one's as they are (Gong et al. 2025, "Scaling Diffusion
     Language Models via Adaptation from Autoregressive Models"), best with `shifted`. Where the
@@ -38,18 +54,29 @@ def read_init(folder: str, model: TransformerConfig) -> Params:
         f"init {folder} is of another model: {', '.join(differ)} is {', '.join(differ.values())} "
         "there; set it to match",
     )
-    params = load_safetensors(path, theirs)
-    for name in ("embed", "head"):
-        if name in params:
-            params[name] = _grown(params[name], theirs.vocab_size, model)
+    tables = {"embed", "head"} if theirs.vocab_size < model.vocab_size else set()
+    where = shardings
+    if shardings and theirs.padded_vocab != model.padded_vocab:
+        # Of another length, which need not divide as the model's does.
+        whole = {name: _whole(shardings[name]) for name in tables & shardings.keys()}
+        where = shardings | whole
+    params = load_safetensors(path, theirs, shardings=where)
+    for name in tables & params.keys():
+        grow = partial(_grown, entries=theirs.vocab_size, model=model, xp=jnp if shardings else np)
+        if shardings:
+            grow = jax.jit(grow, out_shardings=shardings[name])
+        params[name] = grow(params[name])
     return params
 
 
-def _grown(table: np.ndarray, entries: int, model: TransformerConfig) -> np.ndarray:
-    """A table of the vocabulary for a model of more `entries`."""
-    if entries == model.vocab_size:
-        return table
-    grown = np.zeros((model.padded_vocab, *table.shape[1:]), table.dtype)
-    grown[:entries] = table[:entries]
-    grown[entries : model.vocab_size] = table[:entries].mean(0, dtype=np.float32)
-    return grown
+def _grown(table: Any, entries: int, model: TransformerConfig, xp: Any) -> Any:
+    """A table of the vocabulary for a model of more than `entries`; `xp`: jax.numpy or numpy."""
+    mean = xp.mean(table[:entries], axis=0, dtype=np.float32)
+    longer = xp.pad(table, [(0, model.padded_vocab - len(table)), (0, 0)])
+    number = xp.arange(model.padded_vocab)[:, None]
+    return xp.where(number < entries, longer, xp.where(number < model.vocab_size, mean, 0))
+
+
+def _whole(sharding: NamedSharding) -> NamedSharding:
+    """The same devices, each with all of it."""
+    return NamedSharding(sharding.mesh, PartitionSpec())

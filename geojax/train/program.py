@@ -154,6 +154,15 @@ class Program:
 
         return self._jit(make, out_shardings=self.state_shardings)()
 
+    def init_from(self, params: Params) -> TrainState:
+        """A first state of parameters that lie where its own do, layers in the model's order. They
+        are donated."""
+
+        def make(params: Params) -> TrainState:
+            return self._stored(init_state(params, self.task.train))
+
+        return self._jit(make, donate_argnums=0, out_shardings=self.state_shardings)(params)
+
     def put_state(self, state: TrainState) -> TrainState:
         """A host state, layers in the model's order, on the devices."""
         return self._put(state, self.state_shardings)

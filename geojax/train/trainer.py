@@ -53,7 +53,7 @@ from geojax.train.steering import (
     noise_record,
     step_timer,
 )
-from geojax.train.step import StepStats, TrainState, init_state
+from geojax.train.step import StepStats, TrainState
 
 _CHUNK_STEPS = 8
 """Steps handed to the devices at once, at most; a signal is seen after them."""
@@ -440,8 +440,8 @@ class Trainer:
         config = self.config
         if not config.init:
             return program.init(config.seed)
-        params = read_init(config.init, config.model)
-        return program.put_state(init_state(params, config.train))
+        where = program.state_shardings.params
+        return program.init_from(read_init(config.init, config.model, where))
 
     def _restored(self, meta: dict[str, Any], program: Program) -> Any:
         state, _ = self._checkpoints.restore({"state": program.abstract_state})

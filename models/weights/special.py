@@ -118,8 +118,45 @@ def forbidden_ids(
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """`folder`/tokenizer_config.json; empty where there is none."""
-    return _read(Path(folder) / "tokenizer_config.json")
+    """`folder`/tokenizer_config.json; empty where there is none. ConfigError where what is read of
+    it here, tokens and templates, has another form."""
+    path = Path(folder) / "tokenizer_config.json"
+    found = _read(path)
+    added = found.get("added_tokens_decoder") or {}
+    forms = {
+        "added_tokens_decoder": (
+            isinstance(added, dict)
+            and all(key.isdecimal() and _is_token(entry) for key, entry in added.items()),
+            "an object of tokens by their ids",
+        ),
+        "chat_template": (
+            _is_template(found.get("chat_template")),
+            "text, or a list of named ones",
+        ),
+    }
+    for name in _NAMES:
+        entry = found.get(f"{name}_token")
+        forms[f"{name}_token"] = (entry is None or _is_token(entry), "a token")
+    for key, (good, form) in forms.items():
+        value = repr(found.get(key))
+        value = value if len(value) < 80 else f"{value[:77]}..."
+        require(good, f"{path}: {key} {value} is not {form}; fetch the file again, or correct it")
+    return found
+
+
+def _is_token(entry: Any) -> bool:
+    return isinstance(entry.get("content") if isinstance(entry, dict) else entry, str)
+
+
+def _is_template(found: Any) -> bool:
+    if not isinstance(found, list):
+        return found is None or isinstance(found, str)
+    return all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and isinstance(entry.get("template"), str)
+        for entry in found
+    )
 
 
 def token_text(entry: Any) -> str | None:
@@ -129,10 +166,14 @@ def token_text(entry: Any) -> str | None:
 
 def chat_template(folder: Path, named: dict[str, Any]) -> str | None:
     """The template of a folder: a file of its own, or in its tokenizer_config.json, where of
-    several it is the one named default; None where there is none."""
+    several it is the one named default; None where there is none. ConfigError where the file is no
+    text."""
     file = Path(folder) / "chat_template.jinja"
     if file.is_file():
-        return file.read_text("utf-8")
+        try:
+            return file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file} is not UTF-8 text: {error}; fetch it again") from error
     template = named.get("chat_template")
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")

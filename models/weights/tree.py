@@ -171,7 +171,8 @@ class _DeviceLeaf:
         for place, devices in self.places.items():
             if layer is None:
                 piece = _piece(part, place, self.dtype)
-                new = {device: jax.device_put(piece, device) for device in devices}
+                # Not the host's memory, which a device of a CPU might share with another.
+                new = {device: jax.device_put(piece, device, may_alias=False) for device in devices}
             elif place[0][0] <= layer < place[0][1]:
                 piece, number = _piece(part, place[1:], self.dtype), layer - place[0][0]
                 new = {

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from geojax.choice import tasks
-from geojax.choice.items import pick
+from geojax.choice.items import digest, pick
 from geojax.choice.tasks import BIGBENCH, EVALS, TASKS, known, load_items
 from geojax.config import ConfigError
 from geojax.data import cache_dir
@@ -15,6 +15,19 @@ LOGIQA = (
     "\nPassage: All swans swim.\nSome birds are swans.Question: Which follows?\n"
     "A. A.Some birds swim.\nB. B.No bird swims.\nC. C.All swim.\nD. D.None.\nAnswer:"
 )
+DIGESTS = {
+    "socialiqa": "281537880e11ccf1",
+    "logiqa": "3aa9ed72b0687148",
+    "wikihow_goal": "fea296021fa895ae",
+    "wikihow_step": "d021b27c5da55de4",
+    "winowhy": "69642fa296aaf386",
+    "disambiguation_qa": "1d703bd3c6fb4203",
+    "strategyqa": "92347dee0f69a29d",
+    "truthful_qa": "43cbcde0472e8118",
+    "timedial": "6459d86f440b59c1",
+    "logical_deduction": "142d8b1f582d5adf",
+}
+"""Of the 250 items of each that are asked; others would make figures that do not compare."""
 
 
 def lines(*rows):
@@ -125,7 +138,4 @@ def test_a_real_task_has_items_enough(name):
     for item in picked:
         assert "target_scores" not in item.context
         assert 0 <= item.gold < len(item.choices)
-    digests = {"socialiqa": "281537880e11ccf1", "wikihow_goal": "fea296021fa895ae"}
-    from geojax.choice.items import digest
-
-    assert digest(picked) == digests.get(name, digest(picked))
+    assert digest(picked) == DIGESTS[name]

@@ -61,6 +61,9 @@ def test_a_diffusion_model_scores_and_writes_there(harness, diffusion):
     assert first == third
     assert "\n" not in first + second
     assert first
+    how |= {"do_sample": True, "temperature": 2.0}
+    a, b = model.generate_until(instances("generate_until", ("Hi", how), ("Hi", how)))
+    assert a != b  # repeats of a request are draws of their own
 
 
 def test_the_whole_harness_takes_it(harness, causal, tmp_path):

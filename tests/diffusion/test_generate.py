@@ -85,16 +85,17 @@ def test_a_prompt_may_come_from_standard_input(run, monkeypatch, capsys):
     assert capsys.readouterr().out == piped
 
 
-def test_a_bound_by_more_draws_is_the_same_within_its_error(converted, capsys, tmp_path):
+def test_a_bound_by_more_draws_or_of_the_run_itself_is_the_same(run, converted, capsys, tmp_path):
     found = []
-    for draws in (1, 4):
+    for folder, draws in ((converted, 1), (converted, 4), (run, 1)):
         path = tmp_path / f"{draws}.json"
         args = ["--sequences", "32", "--batch", "8", "--draws", str(draws), "--json", str(path)]
         source = ["--data.source.kind", "pydoc", "--data.seq-len", "32"]
-        assert main(["eval", str(converted), *args, *source]) == 0
+        assert main(["eval", str(folder), *args, *source]) == 0
         assert "perplexity at most" in capsys.readouterr().out
         found.append(json.loads(path.read_text()))
-    one, four = found
+    one, four, of_run = found
+    assert of_run == one
     assert one["sequences"] == four["sequences"] == 32
     # A shifted model predicts no first token.
     assert one["tokens"] == four["tokens"] == 32 * 31

@@ -50,14 +50,25 @@ def logits_of(config, tokens):
     return np.concatenate([found[:1], found[:-1]]) if config.shifted else found
 
 
+def noise_of(seed, step, position):
+    """Of a position in a step: what is added to its logits to draw a token, and a uniform place."""
+    key = jax.random.key(np.uint32(seed))
+    for number in (step, position):
+        key = jax.random.fold_in(key, number)
+    token, place = (jax.random.fold_in(key, i) for i in (0, 1))
+    gumbel = jax.random.gumbel(token, (LLADA.padded_vocab,), jnp.float32, mode="high")
+    return np.asarray(gumbel[:VOCAB], np.float64), float(jax.random.uniform(place))
+
+
 def slow(config, request, end_ids=()):
-    """One request, one step at a time, as the papers tell it; greedy. Yields after each step."""
+    """One request, one step at a time, as the papers tell it. Yields after each step."""
     ask = request.sampling
     tokens = np.array(request.tokens)
     places = np.flatnonzero(tokens == MASK)
     places = places[places >= request.begin]
     first, last = places[0], places[-1] + 1
     steps, size = min(ask.steps or len(places), len(places)), ask.block or last - first
+    warm, taken = ask.temperature, 0
     for begin in range(first, last, size):
         end = min(begin + size, last)
         masks, left = (int((tokens[begin:stop] == MASK).sum()) for stop in (end, last))
@@ -73,27 +84,39 @@ def slow(config, request, end_ids=()):
                 other = logits_of(config, blind)
                 found = other + (1 + ask.guidance) * (found - other)
             found[:, MASK] = -np.inf
-            probs = np.exp(found - found.max(-1, keepdims=True))
-            probs /= probs.sum(-1, keepdims=True)
+            hidden_ = np.flatnonzero(tokens[begin:end] == MASK) + begin
+            noise = {int(i): noise_of(ask.seed, taken, i) for i in hidden_}
+            drawn = found.argmax(-1)
+            for i in hidden_ if warm else ():
+                drawn[i] = (found[i] / warm + noise[i][0]).argmax()
+            likely = softmax(found)[np.arange(len(found)), drawn]
+            probs = softmax(found / (warm or 1))
             best = np.sort(probs, -1)[:, ::-1]
             score = {
-                "confidence": best[:, 0],
-                "threshold": best[:, 0],
+                "confidence": likely,
+                "threshold": likely,
                 "margin": best[:, 0] - best[:, 1],
                 "entropy": np.sum(probs * np.log(np.where(probs > 0, probs, 1)), -1),
+                "origin": np.array([-noise[i][1] if i in noise else 0 for i in range(len(found))]),
             }[ask.policy]
-            hidden_ = np.flatnonzero(tokens[begin:end] == MASK) + begin
             count = masks // share + (step < masks % share)
+            if ask.policy == "origin":
+                count = int((-score[hidden_] < 1 / max(share - step, 1)).sum())
             if ask.policy == "threshold":
                 count = max(int((score[hidden_] >= ask.threshold).sum()), 1)
             chosen = hidden_[np.argsort(-score[hidden_], kind="stable")[:count]]
-            tokens[chosen] = probs[chosen].argmax(-1)
-            step, steps = step + 1, steps - 1
+            tokens[chosen] = drawn[chosen]
+            step, steps, taken = step + 1, steps - 1, taken + 1
             yield tokens.copy()
             left = np.flatnonzero(tokens[first:] == MASK)
             border = first + left[0] if len(left) else last
             if request.ends and np.isin(tokens[first:border], end_ids).any():
                 return
+
+
+def softmax(logits):
+    probs = np.exp(logits - logits.max(-1, keepdims=True))
+    return probs / probs.sum(-1, keepdims=True)
 
 
 ROWS = [
@@ -107,6 +130,9 @@ ROWS = [
     Request([1, MASK, *[4] * 20, *[MASK] * 9, 2], SamplingConfig(block=8, steps=8)),
     # The blanks at 2 and 5 stay.
     Request([1, 2, MASK, 4, 5, MASK, *[MASK] * 9], SamplingConfig(block=4, steps=5), begin=6),
+    prompt([2, 4, 6], 17, MASK, SamplingConfig(block=7, steps=8, policy="origin", seed=3)),
+    prompt([7], 12, MASK, SamplingConfig(block=6, steps=7, temperature=0.7, seed=4)),
+    prompt([7, 7], 9, MASK, SamplingConfig(policy="entropy", temperature=1.5, seed=2**32 - 1)),
 ]
 
 
@@ -166,19 +192,30 @@ def test_answers_do_not_depend_on_the_batch_its_order_or_padding(temperature):
             assert other.steps == a.steps
 
 
-def test_padding_changes_logits_by_rounding_alone():
-    tokens = np.array([[1, 2, 3, MASK, 5, MASK]])
-    model = Transformer(LLADA)
-    plain = model.logits(
-        params(LLADA), hidden(model, params(LLADA), tokens, np.array([6]), jnp.float32)
-    )
-    padded = np.zeros((3, 64), np.int32)
-    padded[1, :6] = tokens[0]
-    found = model.logits(
-        params(LLADA), hidden(model, params(LLADA), padded, np.array([64, 6, 1]), jnp.float32)
-    )
-    np.testing.assert_allclose(found[1, :6, :VOCAB], plain[0, :, :VOCAB], atol=1e-4)
-    assert np.isfinite(found[..., :VOCAB]).all()
+@pytest.mark.parametrize("config", [LLADA, DREAM], ids=["llada", "dream"])
+def test_teacher_forced_logits_do_not_depend_on_batch_padding_or_order(config):
+    rows = [[1, 2, 3, MASK, 5, MASK], [4, MASK, 6, 6, MASK, 1], list(range(30))]
+    model = Transformer(config)
+
+    @jax.jit
+    def run(params, tokens, length):
+        return model.logits(params, hidden(model, params, tokens, length, jnp.float32))
+
+    def together(order, count, width):
+        tokens, length = np.zeros((count, width), np.int32), np.ones(count, np.int32)
+        for place, i in enumerate(order):
+            tokens[place, : len(rows[i])], length[place] = rows[i], len(rows[i])
+        found = np.asarray(run(params(config), tokens, length))
+        assert np.isfinite(found[..., :VOCAB]).all()
+        return {i: found[place, : len(rows[i]), :VOCAB] for place, i in enumerate(order)}
+
+    batch, backwards = together([0, 1, 2], 4, 64), together([2, 1, 0], 3, 32)
+    for i, row in enumerate(rows):
+        alone = np.asarray(
+            apply(config)(params(config), np.array([row]), np.arange(len(row))[None])
+        )
+        for found in (batch[i], backwards[i]):
+            np.testing.assert_allclose(found, alone[0, :, :VOCAB], atol=1e-4)
 
 
 def test_seeds_differ_and_repeat():
@@ -188,7 +225,7 @@ def test_seeds_differ_and_repeat():
     assert (a.tokens != b.tokens).any()
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "origin"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_calls_number_of_steps_does_not_matter(policy):
     request = prompt([1, 2, 3], 12, MASK, SamplingConfig(block=5, policy=policy))
     one, many = (sampler().sample([request], steps_a_call=n)[0] for n in (1, 50))
@@ -251,11 +288,18 @@ def test_one_step_for_each_mask_wherever_they_are():
     assert answer.steps == 5
 
 
-def test_a_model_whose_logits_are_no_numbers_is_an_error_and_no_endless_loop():
-    broken = jax.tree.map(lambda x: x * jnp.nan, params(LLADA))
-    forbidden = np.arange(VOCAB) == MASK
+@cache
+def broken():
+    """A sampler of a model one of whose logits is no number."""
+    head = params(LLADA)["head"].at[5].set(jnp.inf)
+    return replace(sampler(), params=params(LLADA) | {"head": head})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_logits_that_are_no_numbers_are_an_error_whatever_the_policy(policy):
+    rows = [prompt([1, 2], 5, MASK, SamplingConfig(policy=policy, temperature=t)) for t in (0, 1)]
     with pytest.raises(RunError, match="request 0 of the batch: the model's logits are not finite"):
-        Sampler(Transformer(LLADA), broken, MASK, forbidden).sample(ROWS[:1])
+        broken().sample(rows)
 
 
 def test_models_and_masks_that_do_not_fit_are_refused():

@@ -35,6 +35,7 @@ from geojax.config import (
 from geojax.launch import processes
 from geojax.models.config import TransformerConfig
 from geojax.track.metrics import read_records
+from geojax.train import initial
 
 SEQ_LEN, BATCH, VOCAB = 16, 4, 257
 ROUND_SAMPLES = (10 + 6 + 4) * BATCH
@@ -72,7 +73,7 @@ def one_program():
         patch.setattr(jax, "local_devices", lambda *_, **__: found)
         for module in (trainer_module, slice_module):
             patch.setattr(module, "Program", made_once)
-            patch.setattr(module, "init_params", cache(trainer_module.init_params))
+        patch.setattr(initial, "init_params", cache(initial.init_params))
         yield
 
 

@@ -48,6 +48,7 @@ from geojax.meshes.gradient import LossSums
 from geojax.models.config import TransformerConfig
 from geojax.models.transformer import init_params, make_apply
 from geojax.track.metrics import read_records
+from geojax.train import initial
 from geojax.train.step import init_state, make_loop, make_train_step
 
 SEQ_LEN, BATCH = 16, 4
@@ -77,8 +78,8 @@ def _equal_runs_compile_once():
     """Makers of compiled programs are pure: runs of one config may share what they made."""
     exchange = cache(trainer_module.MeshExchange)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("init_params", "Program"):
-            patch.setattr(trainer_module, name, cache(getattr(trainer_module, name)))
+        patch.setattr(trainer_module, "Program", cache(trainer_module.Program))
+        patch.setattr(initial, "init_params", cache(initial.init_params))
         patch.setattr(trainer_module, "MeshExchange", lambda leaders: exchange(tuple(leaders)))
         yield
 

@@ -90,6 +90,32 @@ def test_damaged_files_are_refused(tmp_path):
             read_special(folder)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("chat_template", ["a", "b"]),
+        ("chat_template", 3),
+        ("chat_template", [{"name": "default"}]),
+        ("added_tokens_decoder", [{"content": "<eos>"}]),
+        ("added_tokens_decoder", {"five": {"content": "<eos>"}}),
+        ("added_tokens_decoder", {"5": {"special": True}}),
+        ("mask_token", ["<mask>"]),
+        ("eos_token", {"special": True}),
+    ],
+)
+def test_a_tokenizer_config_of_another_form_is_refused(key, value, tmp_path):
+    folder = folder_of(tmp_path, LLADA, tokenizer_config={key: value})
+    with pytest.raises(ConfigError, match=rf"tokenizer_config\.json: {key} .* is not .*; fetch"):
+        read_special(folder)
+
+
+def test_a_template_that_is_no_text_is_refused(tmp_path):
+    folder = folder_of(tmp_path, LLADA)
+    (folder / "chat_template.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja is not UTF-8 text"):
+        read_special(folder)
+
+
 def test_ids_that_are_written_are_read_again(tmp_path):
     special = SpecialTokens(mask=511, eos=0, pad=1, bos=2)
     for name in ("llada-tiny", "dream-tiny", "gpt-tiny"):
