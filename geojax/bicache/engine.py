@@ -239,26 +239,18 @@ class Engine:
         return self.guard.bound(slot.depth) if self.guard else math.inf
 
     def _watched(self, slot: Slot) -> bool:
-        return bool(slot.chain and not slot.done) and math.isfinite(self.guard_bound(slot))
+        return bool(slot.chain and not slot.done) and self._watches(slot.depth)
+
+    def _watches(self, depth: int) -> bool:
+        return self.guard is not None and math.isfinite(self.guard.bound(depth))
 
     def _retreat(self, slot: Slot) -> None:
-        """A prefix of its own from now on, all layers refreshed; where there is no memory for it,
-        nothing is reused between steps either."""
-        pages, layers = len(slot.counts), self.sampler.model.config.layers
+        """A prefix of its own from now on, in pages that were kept for it, and all layers
+        refreshed; its shape stays."""
         self.store.release(slot.chain)
-        slot.chain, slot.since = [], 0
+        slot.table[: slot.depth] = slot.spare
+        slot.chain, slot.depth, slot.since = [], 0, 0
         self.retreats += 1
-        try:
-            self.store.make_room(slot.depth * pages, salt=slot.job.salt)
-        except NoPagesError:
-            if self.policy.window != "suffix":
-                raise
-            slot.counts = slot.hidden = np.zeros(0, np.int32)
-            slot.table, slot.depth, slot.every = np.zeros((layers, 0), np.int32), layers, 1
-            return
-        more = self.kv.take(slot.depth * pages)
-        slot.table[: slot.depth] = more.reshape(slot.depth, pages)
-        slot.own, slot.depth = np.concatenate([slot.own, more]), 0
 
     def _run(self, slots: Sequence[Slot], steps: int, probes: bool) -> tuple[np.ndarray, int]:
         """The drift of each slot [b], 0 without probes; and steps taken."""
@@ -376,6 +368,7 @@ class Engine:
         pages = sum(pages_of(rows, self.page) for rows in parts)
         stored = self.store_depth * pages if shared else 0
         own = (layers - depth) * pages if prefix else 0
+        own += depth * pages if shared and self._watches(depth) else 0
         if self.policy.window != "suffix":
             own += layers * pages_of(len(job.request.tokens) - prefix, self.page)
         require(
@@ -463,7 +456,8 @@ class Engine:
         behind = 0
         if self.policy.window != "suffix":
             behind = pages_of(len(job.request.tokens) - prefix, page)
-        wanted = (layers - depth) * pages + layers * behind
+        spare = depth if chain and self._watches(depth) else 0
+        wanted = (layers - depth + spare) * pages + layers * behind
         self.store.make_room(wanted, salt=job.salt)
         own = self.kv.take(wanted)
         table, hidden = np.zeros((layers, pages), np.int32), np.zeros(pages, np.int32)
@@ -473,7 +467,7 @@ class Engine:
             if depth in self._kept:
                 number = self._kept.index(depth)
                 hidden = np.concatenate([e.hidden[number] for e in chain])
-        suffix = own[(layers - depth) * pages :].reshape(layers, behind)
+        after = len(own) - layers * behind
         every = 1 if plain else self.policy.every
         return Slot(
             job,
@@ -485,8 +479,9 @@ class Engine:
             counts,
             table,
             hidden,
-            suffix,
+            own[after:].reshape(layers, behind),
             own,
+            own[after - spare * pages : after].reshape(spare, pages),
             list(chain),
             self._generation,
         )

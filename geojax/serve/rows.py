@@ -144,16 +144,8 @@ class Rows:
         shape = self.engine.shapes.of(slots)
         before = [int(slot.canvas.steps[0]) for slot in slots]
         began = time.monotonic()
-        try:
-            steps = self._quantum.steps(shape, any(t.ask.watched for t in tickets))
-            self.engine.run(slots, steps)
-        except NoPagesError:
-            # A prefix that stopped being shared found no memory of its own.
-            error = ApiError(503, "memory is short; try again", "no_memory", retry_seconds=1)
-            for ticket in tickets:
-                self.leave(ticket)
-                ticket.end(error=error)
-            return
+        steps = self._quantum.steps(shape, any(t.ask.watched for t in tickets))
+        self.engine.run(slots, steps)
         took = [int(s.canvas.steps[0]) - b for s, b in zip(slots, before, strict=True)]
         self._quantum.learn(shape, max(took), time.monotonic() - began)
         self.metrics.on_quantum(sum(took), time.monotonic() - began)

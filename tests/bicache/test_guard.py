@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The guard sees what is wrong with a stored prefix, and little else."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import slow_engine
 
 from geojax.bicache.depth import Depths, Guard
 from geojax.bicache.engine import Engine, Job, Sizes
+from geojax.bicache.pages import NoPagesError, kv_page_bytes
 from geojax.bicache.policy import get_policy
 from geojax.bicache.profile import profile_share
+from geojax.bicache.shapes import shapes_within
 from geojax.bicache.table import guard_of
 from geojax.diffusion.request import SamplingConfig, prompt
 from geojax.diffusion.sampler import Sampler
@@ -126,3 +130,57 @@ def test_a_guard_without_bounds_watches_nothing(sampler):
     engine = Engine(sampler, get_policy("bicache", EVERY), SIZES, DEPTHS, guard=Guard(()))
     engine.answer(JOBS[:1])
     assert (engine.retreats, engine.work["probes"]) == (0, 0)
+
+
+def full_pool(sampler, name, guard):
+    """An engine whose pool two requests of different salts fill to the last page, and these."""
+    pages, behind, layers = 3, 1 if name == "bicache-dual" else 0, MODEL.layers
+    each = 2 * pages + layers * pages + layers * behind  # the store's, its own, its suffix's
+    per = kv_page_bytes(MODEL, np.float32, 16)
+    every = EVERY if name == "bicache" else None
+    sizes = Sizes((2 * each + 1) * per, 1e6, page=16)
+    engine = Engine(sampler, get_policy(name, every), sizes, DEPTHS, guard=guard)
+    return engine, [replace(JOBS[0], salt="a"), replace(JOBS[1], salt="b")]
+
+
+@pytest.mark.parametrize("name", ["bicache", "bicache-dual"])
+def test_a_retreat_needs_no_page_that_is_free_and_no_other_program(sampler, name, monkeypatch):
+    engine, jobs = full_pool(sampler, name, Guard(((2, 0.5),)))
+    monkeypatch.setattr(engine, "_build", lambda job, entry: None)
+    slots = [engine.admit(job) for job in jobs]
+    assert engine.kv.free == 0
+    with pytest.raises(NoPagesError):
+        engine.admit(replace(jobs[0], salt="c"))
+    shape = engine.shapes.of(slots)
+    assert shape in set(shapes_within([2], 3, 64, 32))
+    monkeypatch.setattr(engine, "_run", lambda *_: (np.array([9.0, 0.0]), 1))
+    engine.run(slots, 1)
+    assert [bool(slot.chain) for slot in slots] == [False, True]
+    assert engine.shapes.of(slots) == shape
+    pages = [set(slot.table.flat) for slot in slots]
+    assert pages[0] <= set(slots[0].own)
+    assert not pages[0] & pages[1]
+    for slot in slots:
+        engine.leave(slot)
+    engine.check_books()
+    assert engine.kv.taken == engine.store.kv_pages
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "after"), [("bicache", "refresh"), ("bicache-dual", "dual")])
+def test_a_retreat_in_a_full_pool_is_answered_as_if_never_shared(sampler, guard, name, after):
+    engine, jobs = full_pool(sampler, name, guard)
+    slots = [engine.admit(job) for job in jobs]
+    pages = slots[0].chain[0].hidden[0]
+    spoilt = engine.pool.hidden.at[pages].set(np.nan)
+    engine.pool = engine.pool._replace(hidden=spoilt)
+    while not all(slot.done for slot in slots):
+        engine.run(slots)
+    assert [bool(slot.chain) for slot in slots] == [False, True]
+    model = slow_engine.SlowModel(MODEL, sampler.params)
+    for slot, policy, depth in zip(slots, (after, name), (0, 2), strict=True):
+        how = get_policy(policy, EVERY if engine.policy.every else None)
+        np.testing.assert_array_equal(
+            engine.result(slot).tokens,
+            slow_engine.answer(model, slot.job.request, how, MASK, (PREFIX,), depth),
+        )
