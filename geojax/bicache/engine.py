@@ -244,6 +244,12 @@ class Engine:
     def _watches(self, depth: int) -> bool:
         return self.guard is not None and math.isfinite(self.guard.bound(depth))
 
+    def _count(self, suffix: int, prefix: int, depth: int | None = None) -> int:
+        """Rows of a prefix that are looked at; no depth: the most at any."""
+        assert self.guard is not None, "somebody is watched"
+        layers = self.sampler.model.config.layers
+        return self.guard.count(suffix, prefix, depth or self.guard.least, layers)
+
     def _retreat(self, slot: Slot) -> None:
         """A prefix of its own from now on, in pages that were kept for it, and all layers
         refreshed; its shape stays."""
@@ -272,10 +278,15 @@ class Engine:
         return drift[: len(slots)], int(taken)
 
     def _call(self, shape: Shape, slots: Sequence[Slot], probes: bool, steps: int) -> Carry:
-        looked_at = self.guard.rows if probes and self.guard else 0
-        watched = [self._watched(slot) for slot in slots]
-        rows, canvas, rules = self.shapes.assemble(slots, shape, looked_at, watched)
-        self._used.add((shape, looked_at))
+        most = self._count(shape.suffix_rows, shape.prefix_pages * self.page) if probes else 0
+        looked = [
+            self._count(len(slot.job.request.tokens) - slot.prefix, slot.prefix, slot.depth)
+            if self._watched(slot)
+            else 0
+            for slot in slots
+        ]
+        rows, canvas, rules = self.shapes.assemble(slots, shape, most, looked)
+        self._used.add((shape, most))
         carry = self._program(shape)(
             self.sampler.params, self.pool, rows, canvas, rules, np.int32(steps)
         )
@@ -329,7 +340,7 @@ class Engine:
         started = time.perf_counter()
         reuses = prefix and self.policy.name != "none"
         most = pages_of(prefix, self.page) + segments - 1 if reuses else 0
-        watched = bool(self.guard and self.guard.bounds)
+        watched = bool(self.guard and self.guard.least)
         for shape in shapes_within(rows, most, suffix, block):
             self._call(shape, [], False, 1)
             if watched and shape.prefix_pages:

@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from geojax.bicache.denoise import drift_of
-from geojax.bicache.depth import Depths, Effect, ShareProfile
+from geojax.bicache.depth import Depths, Effect, Guard, ShareProfile, probe_places
 from geojax.config import require
 from geojax.models.attention import attend
 from geojax.models.transformer import Inputs, Params, Transformer
@@ -49,7 +49,6 @@ def profile_share(
     canvas: bool = False,
     batch: int = 16,
     first_mask: int | None = None,
-    probes: int = 8,
     kinds: Int[np.ndarray, " n"] | None = None,
 ) -> ShareProfile:
     """Compare passes over `sequences`, whose first `prefix` tokens are shared.
@@ -69,9 +68,17 @@ def profile_share(
     config, rng = model.config, np.random.default_rng(0)
     order = rng.random((count, length - begin)).argsort(1)
     kinds = np.zeros(count, np.int64) if kinds is None else kinds
-    places = ((np.arange(probes) + 0.5) * prefix / probes).astype(np.int32)
+    places, counted = _looked_at(prefix, length, config.layers)
     compare = jax.jit(
-        partial(_compare, model, prefix=prefix, canvas=canvas, mask_id=mask_id, places=places)
+        partial(
+            _compare,
+            model,
+            prefix=prefix,
+            canvas=canvas,
+            mask_id=mask_id,
+            places=places,
+            counted=counted,
+        )
     )
     cosines, drifts, effects = [], [], {}
     for share in masked:
@@ -150,9 +157,10 @@ def _compare(
     canvas: bool,
     mask_id: int,
     places: Int32[np.ndarray, " m"],
+    counted: Bool[np.ndarray, "L m"],
 ):
     """(KL [L + 1, b, s], whether the likeliest token stays, cosines [2, L], drift of probes at
-    `places` [L, b]) by depth or layer."""
+    those `places` that are `counted` [L, b]) by depth or layer."""
     seen = jnp.where(hide, mask_id, tokens)
     alone = seen[:, :prefix]
     if canvas:
@@ -170,7 +178,17 @@ def _compare(
         return None, (kl, jnp.argmax(expected, -1) == jnp.argmax(found, -1))
 
     _, (kl, same) = lax.scan(effect, None, jnp.arange(model.config.layers + 1))
-    return kl, same, cosines, _drift(model, params, seen, prefix, kept, places)
+    return kl, same, cosines, _drift(model, params, seen, prefix, kept, places, counted)
+
+
+def _looked_at(
+    prefix: int, length: int, layers: int
+) -> tuple[Int32[np.ndarray, " m"], Bool[np.ndarray, "L m"]]:
+    """Where a guard looks, and which of these places count at each depth."""
+    counts = [Guard(()).count(length - prefix, prefix, max(d, 1), layers) for d in range(layers)]
+    each = [probe_places(prefix, count) for count in counts]
+    places = np.unique(np.concatenate(each))
+    return places, np.array([np.isin(places, those) for those in each])
 
 
 def _logits(model: Transformer, params: Params, x: Array) -> Array:
@@ -223,7 +241,7 @@ def _reuse(model: Transformer, params: Params, tokens, prefix: int, kept: Pass, 
 
 
 def _drift(
-    model: Transformer, params: Params, tokens, prefix: int, kept: Pass, places
+    model: Transformer, params: Params, tokens, prefix: int, kept: Pass, places, counted
 ) -> Float[Array, "L b"]:
     """Of rows at `places` of the prefix that see what follows it, entering each layer."""
     b, s = tokens.shape
@@ -232,17 +250,17 @@ def _drift(
     rotary, own = model.rotary(inputs), s - prefix
 
     def layer(x, item):
-        weights, k_kept, v_kept, hidden = item
+        weights, k_kept, v_kept, hidden, those = item
 
         def mixed(q, k, v, *rest):
             k, v = (jnp.concatenate([z, y[:, :own]], axis=1) for z, y in ((k_kept, k), (v_kept, v)))
             return attend(q, k, v, *rest)
 
-        found = drift_of(x[:, own:], hidden[:, places])
+        found = drift_of(x[:, own:], hidden[:, places], those)
         return replace(model, attend=mixed).layer(weights, x, 0, rotary, inputs), found
 
     x = model.embed(params, tokens[:, rows], inputs, jnp.float32)
-    return lax.scan(layer, x, (params["blocks"], *kept))[1]
+    return lax.scan(layer, x, (params["blocks"], *kept, jnp.asarray(counted)))[1]
 
 
 def _inputs(tokens) -> Inputs:

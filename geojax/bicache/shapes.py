@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from geojax.bicache.denoise import Rows
+from geojax.bicache.depth import probe_places
 from geojax.bicache.pages import pages_of
 from geojax.bicache.slot import Slot
 from geojax.diffusion.canvas import Canvas, Rules, begin, power_of_two
@@ -54,12 +55,12 @@ class Shapes:
         )
 
     def assemble(
-        self, slots: Sequence[Slot], shape: Shape, probes: int, watched: Sequence[bool]
+        self, slots: Sequence[Slot], shape: Shape, probes: int, looked: Sequence[int]
     ) -> tuple[Rows, Canvas, Rules]:
         """Arrays of a batch; rows beyond the slots are done.
 
-        `probes`: rows of each prefix that are looked at; `watched`: slots before whose refreshes a
-        call ends.
+        `looked`: rows of each slot's prefix that a guard looks at in its refreshes, before which a
+        call ends; `probes`: the most that there may be, or 0 where nobody looks in this call.
         """
         layers, b = self.layers, shape.rows
         behind = pages_of(shape.suffix_rows, self.page) if self.keeps_suffix else 0
@@ -77,6 +78,7 @@ class Shapes:
             watched=np.zeros(b, bool),
             probes=np.zeros((b, probes), np.int32),
             probe_slots=np.zeros((b, probes), np.int32),
+            probe_count=np.zeros(b, np.int32),
         )
         for i, slot in enumerate(slots):
             for whole, part in zip(canvas, slot.canvas, strict=True):
@@ -88,17 +90,18 @@ class Shapes:
                 whole[i] = part[0]
             rows.prefix[i], rows.depth[i] = slot.prefix, slot.depth
             rows.every[i], rows.since[i] = slot.every, slot.since
-            rows.watched[i] = watched[i]
+            rows.watched[i] = looked[i] > 0
             pages = len(slot.counts)
             rows.table[:, i, :pages], rows.counts[i, :pages] = slot.table, slot.counts
             rows.hidden[i, :pages] = slot.hidden
             rows.suffix[:, i, : slot.suffix.shape[1]] = slot.suffix
-            places = ((np.arange(probes) + 0.5) * rows.prefix[i] / max(probes, 1)).astype(np.int32)
-            before = np.cumsum(slot.counts) - slot.counts
-            at = np.searchsorted(before, places, side="right") - 1
-            if pages:
-                rows.probes[i] = places
-                rows.probe_slots[i] = at * self.page + places - before[at]
+            if probes and looked[i]:
+                places = probe_places(slot.prefix, looked[i])
+                before = np.cumsum(slot.counts) - slot.counts
+                at = np.searchsorted(before, places, side="right") - 1
+                rows.probe_count[i] = looked[i]
+                rows.probes[i, : looked[i]] = places
+                rows.probe_slots[i, : looked[i]] = at * self.page + places - before[at]
         return rows, Canvas(*canvas), Rules(*rules)
 
 
