@@ -34,7 +34,7 @@ from geojax.bicache.pages import (
     pages_of,
 )
 from geojax.bicache.policy import Policy
-from geojax.bicache.shapes import Shape, Shapes, bucket, buckets, shapes_within
+from geojax.bicache.shapes import Shape, Shapes, page_bucket, page_buckets, shapes_within
 from geojax.bicache.slot import Job, Slot, page_counts
 from geojax.bicache.store import Builder, Entry, Store
 from geojax.config import RunError, require
@@ -264,8 +264,9 @@ class Engine:
             raise RunError(
                 "a call failed and took the memory of all requests with it; admit them again"
             )
+        shape = self.shapes.of(slots)
         with self._keeping_pool():
-            carry = self._call(self.shapes.of(slots), slots, probes, steps)
+            carry = self._call(shape.looking if probes else shape, slots, probes, steps)
             canvas, since, work, drift, taken = jax.device_get(
                 (carry.canvas, carry.since, carry.work, carry.drift, carry.steps)
             )
@@ -340,15 +341,19 @@ class Engine:
         started = time.perf_counter()
         reuses = prefix and self.policy.name != "none"
         most = pages_of(prefix, self.page) + segments - 1 if reuses else 0
-        watched = bool(self.guard and self.guard.least)
-        for shape in shapes_within(rows, most, suffix, block):
+        watched = bool(self.policy.shared and self.guard and self.guard.least)
+        shapes = list(shapes_within(rows, most, suffix, block))
+        for shape in shapes:
             self._call(shape, [], False, 1)
-            if watched and shape.prefix_pages:
+        if watched:
+            for shape in sorted({shape.looking for shape in shapes if shape.prefix_pages}):
                 self._call(shape, [], True, 1)
         if self.policy.shared and reuses:
             canvases = sorted({power_of_two(n) for n in range(1, suffix + 1)})
-            for own in buckets(1, most):
-                for behind in [0, *buckets(1, most)] if segments > 1 else [0]:
+            longest = pages_of(prefix, self.page)
+            for own in page_buckets(longest)[1:]:
+                # What lies behind is a token less, at least, in a segment less.
+                for behind in page_buckets(longest + segments - 2) if segments > 1 else [0]:
                     for canvas in canvases if self.builder == "canvas" else [0]:
                         self._build_pages(own, behind, canvas)
         return time.perf_counter() - started
@@ -416,8 +421,8 @@ class Engine:
     def _build(self, job: Job, entry: Entry) -> None:
         parents = sum(e.kv.shape[1] for e in entry.chain()[:-1])
         self._build_pages(
-            bucket(pages_of(entry.rows, self.page)),
-            bucket(parents),
+            page_bucket(pages_of(entry.rows, self.page)),
+            page_bucket(parents),
             self._canvas(job) if self.builder == "canvas" else 0,
             entry,
         )

@@ -30,6 +30,11 @@ class Shape(NamedTuple):
     suffix_rows: int
     window_rows: int
 
+    @property
+    def looking(self) -> "Shape":
+        """Of a call in which a guard looks: coarser, since there are few of these."""
+        return self._replace(suffix_rows=power_of_two(self.suffix_rows))
+
 
 @dataclass(frozen=True)
 class Shapes:
@@ -49,7 +54,7 @@ class Shapes:
         )
         return Shape(
             power_of_two(len(slots)),
-            bucket(max(len(s.counts) for s in slots)),
+            page_bucket(max(len(s.counts) for s in slots)),
             max(bucket(suffix), _FEWEST_ROWS),
             max(power_of_two(widest), _NARROWEST),
         )
@@ -114,8 +119,7 @@ def shapes_within(
     while windows[-1] < block:
         windows.append(2 * windows[-1])
     counts = sorted({power_of_two(n) for n in rows})
-    pages = [0, *buckets(1, prefix_pages)] if prefix_pages else [0]
-    for sizes in product(counts, pages, buckets(_FEWEST_ROWS, suffix), windows):
+    for sizes in product(counts, page_buckets(prefix_pages), buckets(_FEWEST_ROWS, suffix), windows):
         yield Shape(*sizes)
 
 
@@ -132,3 +136,13 @@ def buckets(least: int, most: int) -> list[int]:
     while found[-1] < most:
         found.append(bucket(found[-1] + 1))
     return found
+
+
+def page_bucket(pages: int) -> int:
+    """The same in pairs of pages: a prefix's rows cost something in refreshes only."""
+    return 2 * bucket(-(-pages // 2))
+
+
+def page_buckets(most: int) -> list[int]:
+    """From none up to the first that holds `most`."""
+    return [2 * pairs for pairs in buckets(0, -(-most // 2))]

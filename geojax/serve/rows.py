@@ -87,7 +87,13 @@ class Rows:
                     return
                 skipped.add(ticket.tenant.name)
                 continue
-            except NoPagesError:
+            except NoPagesError as error:
+                if not self._running:  # nobody's end will free a page
+                    with self._lock:
+                        (self._growing.remove if growing else self._waiting.drop)(ticket)
+                    message = f"memory is short: {error}"
+                    ticket.end(error=ApiError(503, message, "no_memory", retry_seconds=5))
+                    continue
                 ticket.blocked = now if ticket.blocked is None else ticket.blocked
                 if growing or now - ticket.blocked > self.pace.patience_seconds:
                     return  # nobody passes it any more

@@ -13,7 +13,7 @@ from geojax.bicache.depth import Depths
 from geojax.bicache.engine import Engine, Job, Sizes
 from geojax.bicache.pages import NoPagesError
 from geojax.bicache.policy import get_policy
-from geojax.bicache.shapes import bucket, buckets
+from geojax.bicache.shapes import bucket, buckets, page_bucket, page_buckets
 from geojax.config import ConfigError, RunError
 from geojax.diffusion.request import Request, SamplingConfig, prompt
 from geojax.diffusion.sampler import Sampler
@@ -201,8 +201,8 @@ def test_work_is_what_the_definitions_say():
     job = Job(request(5, 48, 16, block=0), (40,))  # a share of 0.625: 2 of 4 layers
     made.answer([job])
     steps, refreshes = 16, 6
-    # Computed are a bucket of 64 rows, and three pages.
-    computed = steps * 64 * 4 + refreshes * 3 * PAGE * 2
+    # Computed are a bucket of 64 rows, and four pages.
+    computed = steps * 64 * 4 + refreshes * 4 * PAGE * 2
     useful = {"suffix": steps * 24 * 4, "prefix": refreshes * 40 * 2, "probes": 0}
     assert made.work == useful | {"computed": computed}
 
@@ -292,6 +292,8 @@ def test_buckets_are_powers_of_two_and_half_as_much_again():
         found = bucket(size)
         assert size <= found <= max(1.5 * size, 2 * size if size < 2 else 0)
         assert bucket(found) == found
+        assert size <= page_bucket(size) <= max(1.5 * size + 2, 2)
+    assert page_buckets(7) == [0, 2, 4, 6, 8]
 
 
 def test_segments_are_found_for_a_request():
