@@ -9,14 +9,19 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
 
 from geojax.config import require
 
+_ROUNDING = 1e-9  # of 56 / 80 to 0.7
 _WATCHED = 0.05  # of a refresh's row-layers, what looking costs at most
+
+Covered = Literal["whole", "chained", "both"]
+"""Prefixes in one piece, or built segment after segment."""
+
 
 @dataclass(frozen=True)
 class Depths:
@@ -24,6 +29,8 @@ class Depths:
 
     steps: tuple[tuple[float, int], ...]
     """(share from which on, layers), both increasing; below the first nothing is shared."""
+    covers: Covered = "both"
+    """The prefixes that they were made for."""
 
     def __post_init__(self):
         require(self.steps, "a table of depths is empty; give (share, layers)")
@@ -41,8 +48,8 @@ class Depths:
             )
 
     def at(self, share: float) -> int:
-        """Layers that a prefix of this share, rounded to hundredths, is shared in."""
-        place = bisect_right([s for s, _ in self.steps], round(share, 2))
+        """Layers that a prefix of this share is shared in."""
+        place = bisect_right([s for s, _ in self.steps], share + _ROUNDING)
         return self.steps[place - 1][1] if place else 0
 
     @property

@@ -5,6 +5,7 @@ Invariant: a request is answered as if it were alone; what it shares with others
 pages that a request holds, of its own or of the store, go back when it leaves, however it ends.
 """
 
+import logging
 import math
 import threading
 import time
@@ -42,6 +43,7 @@ from geojax.diffusion.canvas import Canvas, Rules, begin, power_of_two
 from geojax.diffusion.request import Request, check, masks
 from geojax.diffusion.sampler import Answer, Progress, Sampler, require_numbers
 
+log = logging.getLogger("geojax.bicache")
 _QUANTUM = 16  # steps a call, where the policy has no interval
 
 
@@ -119,6 +121,7 @@ class Engine:
         of prefixes that did not refresh beside others that did. Builds apart
         (`store.counts.built_rows`)."""
         self._used: set[Any] = set()
+        self._warned: set[str] = set()
 
     @property
     def programs(self) -> int:
@@ -190,6 +193,7 @@ class Engine:
         shared = bool(prefix and self.policy.shared and depth)
         self._check_memory(job, prefix, depth, shared)
         if shared:
+            self._warn_of(job)
             chain = self.store.acquire(
                 self._segments(job), job.salt, self._builder(job), partial(self._build, job)
             )
@@ -198,6 +202,18 @@ class Engine:
         except BaseException:
             self.store.release(chain)
             raise
+
+    def _warn_of(self, job: Job) -> None:
+        """Once, where the table of depths says nothing of prefixes that are built like this one."""
+        kind = "chained" if len(job.segments) > 1 else "whole"
+        if self.depths and self.depths.covers not in (kind, "both") and kind not in self._warned:
+            self._warned.add(kind)
+            log.warning(
+                "the table of depths is of %s prefixes, and a %s one is shared by it; make one of "
+                "both with `geojax profile depth --segments both`",
+                self.depths.covers,
+                kind,
+            )
 
     def leave(self, slot: Slot) -> None:
         """Give back what a slot holds; once."""

@@ -119,7 +119,9 @@ def shapes_within(
     while windows[-1] < block:
         windows.append(2 * windows[-1])
     counts = sorted({power_of_two(n) for n in rows})
-    for sizes in product(counts, page_buckets(prefix_pages), buckets(_FEWEST_ROWS, suffix), windows):
+    for sizes in product(
+        counts, page_buckets(prefix_pages), buckets(_FEWEST_ROWS, suffix), windows
+    ):
         yield Shape(*sizes)
 
 

@@ -306,6 +306,16 @@ def test_segments_are_found_for_a_request():
     assert made.segments(asked, salt="other") == ()
 
 
+def test_prefixes_that_the_table_was_not_made_for_are_named_once(monkeypatch, caplog):
+    table = replace(DEPTHS, covers="whole")
+    made = Engine(sampler(), get_policy("bicache", 3), SIZES, table)
+    monkeypatch.setattr(made, "_build", lambda job, entry: None)
+    for job in (JOBS[0], JOBS[1], JOBS[1]):
+        made.leave(made.admit(job))
+    assert len(caplog.records) == 1
+    assert "is of whole prefixes, and a chained one is shared by it" in caplog.text
+
+
 def test_policies_and_tables_that_mean_nothing_are_refused():
     with pytest.raises(ConfigError, match="did you mean 'bicache'"):
         get_policy("bicahce")
@@ -319,6 +329,7 @@ def test_policies_and_tables_that_mean_nothing_are_refused():
         Depths(((0.0, 2), (0.5, 1)))
     assert [DEPTHS.at(r) for r in (0.0, 0.49, 0.5, 0.8)] == [1, 1, 2, 3]
     assert Depths(((0.5, 2),)).at(0.4) == 0
-    assert Depths(((0.7, 2),)).at(67 / 96) == 2  # 0.698
+    assert Depths(((0.7, 2),)).at(67 / 96) == 0  # 0.698
+    assert Depths(((0.7, 2),)).at(56 / 80) == Depths(((0.29, 2),)).at(29 / 100) == 2
     with pytest.raises(ConfigError, match="shares 9 layers, and the model has 4"):
         Engine(sampler(), get_policy("bicache"), SIZES, Depths(((0.0, 9),)))

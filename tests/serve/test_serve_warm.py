@@ -19,7 +19,9 @@ def test_the_defaults_are_64_programs_at_most(model, name, watched, monkeypatch)
     policy = get_policy(name)
     engine = Engine(model.sampler(), policy, Sizes(1e6, 1e6), depths, guard=guard)
     called, said = [], []
-    monkeypatch.setattr(engine, "_call", lambda shape, _, probes, __: called.append((shape, probes)))
+    monkeypatch.setattr(
+        engine, "_call", lambda shape, _, probes, __: called.append((shape, probes))
+    )
     monkeypatch.setattr(engine, "_build_pages", lambda *sizes: called.append(sizes))
     warm(engine, ServeOptions(Path("model")), said.append, said.append)
     assert 8 <= len(set(called)) <= 64
