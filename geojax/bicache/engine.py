@@ -26,7 +26,6 @@ from geojax.bicache.depth import Depths, Guard
 from geojax.bicache.lookup import Lookup
 from geojax.bicache.pages import (
     PAGE,
-    NoPagesError,
     Pages,
     Pool,
     hidden_page_bytes,

@@ -2,9 +2,10 @@
 """How far a prefix's keys and values move with what follows it, layer by layer.
 
 For requests [prefix | rest] with some of the rest masked, three passes are compared: the whole
-request; the prefix alone, or before masks, in one piece or segment after segment; and the whole with the prefix's rows below layer b taken
-from the second pass, as a store would give them. Cosines of keys and values are the paper's
-criterion; what the reuse does to the predictions of masked rows is the one that says it directly.
+request; the prefix alone, or before masks, in one piece or segment after segment; and the whole
+with the prefix's rows below layer b taken from the second pass, as a store would give them. Cosines
+of keys and values are the paper's criterion; what the reuse does to the predictions of masked rows
+is the one that says it directly.
 
 Invariant: figures are of float32 passes over whole sequences, nothing padded, and follow from the
 sequences alone.
