@@ -373,11 +373,17 @@ class Engine:
                         self._build_pages(own, behind, canvas)
         return time.perf_counter() - started
 
-    def check_books(self) -> None:
-        """Whether pages add up; for tests, since a leak is a fault of the engine's."""
-        assert self.kv.taken >= self.store.kv_pages
-        assert self.hidden.taken == self.store.hidden_pages
-        assert self.kv.free + self.kv.taken == self.kv.count - 1
+    def check_books(self, slots: Sequence[Slot] = ()) -> None:
+        """Whether every page that is taken is the store's or of one of `slots`, all that are alive;
+        for tests, since a leak is a fault of the engine's."""
+        stored = {id(e): e for e in [*self.store.entries, *(e for s in slots for e in s.chain)]}
+        for books, parts in (
+            (self.kv, [*(e.kv for e in stored.values()), *(s.own for s in slots)]),
+            (self.hidden, [e.hidden for e in stored.values()]),
+        ):
+            held = [int(page) for part in parts for page in part.flat]
+            assert len(held) == len(set(held)) == books.taken
+            assert books.free + books.taken == books.count - 1
 
     def _check_segments(self, job: Job, first_mask: int) -> None:
         shifted = self.sampler.model.config.shifted

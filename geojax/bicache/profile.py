@@ -70,7 +70,8 @@ def profile_share(
         "use longer sequences",
     )
     ends = tuple(ends) or (prefix,)
-    assert ends[-1] == prefix and list(ends) == sorted(set(ends)), "segments make up the prefix"
+    assert [*sorted({0, *ends})] == [0, *ends], "segments have tokens, one after another"
+    assert ends[-1] == prefix, "segments make up the prefix"
     config, rng = model.config, np.random.default_rng(0)
     order = rng.random((count, length - begin)).argsort(1)
     kinds = np.zeros(count, np.int64) if kinds is None else kinds

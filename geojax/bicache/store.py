@@ -105,6 +105,10 @@ class Store:
         return len(self._entries)
 
     @property
+    def entries(self) -> list[Entry]:
+        return list(self._entries.values())
+
+    @property
     def kv_pages(self) -> int:
         return sum(entry.kv.size for entry in self._entries.values())
 

@@ -15,6 +15,7 @@ from geojax.bicache.pages import NoPagesError
 from geojax.bicache.policy import get_policy
 from geojax.bicache.shapes import bucket, buckets, page_bucket, page_buckets
 from geojax.config import ConfigError, RunError
+from geojax.diffusion.choose import read
 from geojax.diffusion.request import Request, SamplingConfig, prompt
 from geojax.diffusion.sampler import Sampler
 from geojax.models.config import TransformerConfig
@@ -139,6 +140,48 @@ def test_refreshing_all_at_every_step_is_no_reuse():
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [
+        ("bicache", 1),
+        pytest.param("refresh", 1, marks=LONG),
+        pytest.param("none", None, marks=LONG),
+    ],
+)
+def test_logits_are_those_without_a_cache_where_all_is_refreshed(name, every):
+    """Nothing is shared at depth 0, and at every step nothing is kept."""
+    seen = {}
+
+    def reading(logits, forbidden, draws, step, positions):
+        jax.debug.callback(lambda z, at: seen.update({int(at[0]): z[0]}), logits, step)
+        return read(logits, forbidden, draws, step, positions)
+
+    usual = init_params(LLADA, 1)  # larger ones round more
+    mine = replace(sampler(), params=usual, read=reading)
+    made = Engine(mine, get_policy(name, every), SIZES, Depths(((0.0, 0),)))
+    (found,) = made.answer(JOBS[:1])
+    jax.effects_barrier()
+    assert len(made.store) == 0
+    (plain, tokens), (full, _) = (
+        trace_of(slow_engine.SlowModel(LLADA, usual), JOBS[0], *how)
+        for how in (("none", 0), ("full", LLADA.layers))
+    )
+    np.testing.assert_array_equal(found.tokens, tokens)
+    assert sorted(seen) == list(range(len(plain)))
+    for step, logits in enumerate(plain):
+        assert np.abs(seen[step][: len(logits), :VOCAB] - logits).max() < 1e-5
+    # Reuse would show.
+    assert np.abs(full[0] - plain[0]).max() > 1e-3
+
+
+def trace_of(model, job, name, depth):
+    """Logits of each step, and the answer."""
+    trace = []
+    policy = get_policy(name)
+    tokens = slow_engine.answer(model, job.request, policy, MASK, job.segments, depth, trace=trace)
+    return trace, tokens
+
+
 @pytest.mark.parametrize(("name", "every"), [("bicache", 3), ("bicache-dual", 3)])
 def test_answers_do_not_depend_on_the_batch_its_order_or_what_is_stored(name, every):
     together, made = answers(name, every), engine(name, every)
@@ -165,7 +208,6 @@ def test_rows_may_join_and_leave_between_calls():
             np.testing.assert_array_equal(made.result(slot).tokens, expected[number].tokens)
             made.leave(slot)
     made.check_books()
-    assert made.kv.taken == made.store.kv_pages
 
 
 def test_requests_of_one_prefix_share_its_pages():
@@ -220,13 +262,18 @@ def test_memory_that_is_too_small_is_refused_and_nothing_leaks():
     with pytest.raises(ConfigError, match=r"takes \d+ pages, and there are \d+; raise kv_bytes"):
         made.admit(Job(request(0, 400, 8), (390,)))
     assert slots
-    made.check_books()
+    made.check_books(slots)
+    with pytest.raises(AssertionError):
+        made.check_books(slots[1:])  # what a request holds is missed
     for slot in slots:
         made.leave(slot)
-    assert made.kv.taken == made.store.kv_pages
-    # Now that they are gone, others fit: idle entries make room.
-    assert len(made.answer([next(jobs)])) == 1
-    assert made.store.counts.evictions
+    made.check_books()
+    # Now that they are gone, others fit: idle entries make room, and answers stay what they are.
+    for _ in range(3):
+        evicted, job = made.store.counts.evictions, next(jobs)
+        (found,) = made.answer([job])
+        assert made.store.counts.evictions > evicted
+        np.testing.assert_array_equal(found.tokens, slow("bicache", 3, job))
 
 
 @pytest.mark.parametrize(
