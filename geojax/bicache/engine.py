@@ -175,7 +175,34 @@ class Engine:
         with self._lock:
             return self._admit(job)
 
+    def pin(self, job: Job, pinned: bool = True) -> None:
+        """Build a job's prefix ahead of its requests and keep it, whatever else is wanted; or keep
+        it no more. The job's share says how deep, as in `admit`; nothing of it is answered.
+
+        ConfigError where the job would share no prefix; NoPagesError as `admit`.
+        """
+        with self._lock:
+            *_, shared = self._check(job)
+            require(
+                shared,
+                f"segments {job.segments} of {len(job.request.tokens)} tokens are shared in no "
+                f"layer under policy {self.policy.name!r}; pin a longer prefix",
+            )
+            chain = self._chain(job)
+            self.store.pin(chain, pinned)
+            self.store.release(chain)
+
     def _admit(self, job: Job) -> Slot:
+        canvas, rules, prefix, depth, shared = self._check(job)
+        chain = self._chain(job) if shared else []
+        try:
+            return self._slot(job, canvas, rules, prefix, depth, chain)
+        except BaseException:
+            self.store.release(chain)
+            raise
+
+    def _check(self, job: Job) -> tuple[Canvas, Rules, int, int, bool]:
+        """Its state before the first step, its prefix, how deep that is shared, and whether."""
         config, request = self.sampler.model.config, job.request
         check(request, config, self.sampler.mask_id)
         require(
@@ -185,22 +212,21 @@ class Engine:
         )
         canvas, rules = begin([request], self.sampler.mask_id, 1, len(request.tokens))
         self._check_segments(job, int(rules.begin[0]))
-        plain = job.exact or self.policy.name == "none"
-        prefix = 0 if plain else job.prefix
+        prefix = 0 if self._plain(job) else job.prefix
         depth = self._depth(prefix, len(request.tokens))
-        chain: list[Entry] = []
         shared = bool(prefix and self.policy.shared and depth)
         self._check_memory(job, prefix, depth, shared)
-        if shared:
-            self._warn_of(job)
-            chain = self.store.acquire(
-                self._segments(job), job.salt, self._builder(job), partial(self._build, job)
-            )
-        try:
-            return self._slot(job, canvas, rules, prefix, depth, chain, plain)
-        except BaseException:
-            self.store.release(chain)
-            raise
+        return canvas, rules, prefix, depth, shared
+
+    def _plain(self, job: Job) -> bool:
+        return job.exact or self.policy.name == "none"
+
+    def _chain(self, job: Job) -> list[Entry]:
+        """Its prefix, held; built where it is not stored."""
+        self._warn_of(job)
+        return self.store.acquire(
+            self._segments(job), job.salt, self._builder(job), partial(self._build, job)
+        )
 
     def _warn_of(self, job: Job) -> None:
         """Once, where the table of depths says nothing of prefixes that are built like this one."""
@@ -482,7 +508,7 @@ class Engine:
         return max(self._shared, default=0)
 
     def _slot(
-        self, job: Job, canvas: Canvas, rules: Rules, prefix: int, depth: int, chain, plain: bool
+        self, job: Job, canvas: Canvas, rules: Rules, prefix: int, depth: int, chain: list[Entry]
     ) -> Slot:
         layers, page = self.sampler.model.config.layers, self.page
         if chain:
@@ -505,7 +531,7 @@ class Engine:
                 number = self._kept.index(depth)
                 hidden = np.concatenate([e.hidden[number] for e in chain])
         after = len(own) - layers * behind
-        every = 1 if plain else self.policy.every
+        every = 1 if self._plain(job) else self.policy.every
         return Slot(
             job,
             canvas,

@@ -11,7 +11,7 @@ import slow_engine
 
 from geojax.bicache.depth import Depths
 from geojax.bicache.engine import Engine, Job, Sizes
-from geojax.bicache.pages import NoPagesError
+from geojax.bicache.pages import NoPagesError, kv_page_bytes
 from geojax.bicache.policy import get_policy
 from geojax.bicache.shapes import bucket, buckets, page_bucket, page_buckets
 from geojax.config import ConfigError, RunError
@@ -351,6 +351,27 @@ def test_segments_are_found_for_a_request():
     assert made.segments(asked) == (PAGE,)
     assert made.segments(asked, ends=[5, 20]) == (5, 15)
     assert made.segments(asked, salt="other") == ()
+
+
+def test_a_prefix_may_be_built_ahead_and_kept(monkeypatch):
+    per = kv_page_bytes(LLADA, np.float32, PAGE)
+    made = Engine(sampler(), get_policy("bicache", 3), Sizes(25 * per, 1e6, page=PAGE), DEPTHS)
+    built = []
+    monkeypatch.setattr(made, "_build", lambda job, entry: built.append(entry))
+    first = JOBS[0]  # three pages: nine of the store's three layers, six of its own two
+    made.pin(first)
+    made.check_books()
+    for seed in range(20, 24):  # there is room for one more beside it
+        made.leave(made.admit(Job(request(seed, 45, 20), (40,))))
+    assert made.store.counts.evictions == 3
+    made.leave(made.admit(first))
+    assert len(built) == 5  # not again
+    made.pin(first, False)
+    for seed in (30, 31):
+        made.leave(made.admit(Job(request(seed, 45, 20), (40,))))
+    assert built[0] not in made.store.entries
+    with pytest.raises(ConfigError, match=r"shared in no layer .* pin a longer prefix"):
+        made.pin(JOBS[2])
 
 
 def test_prefixes_that_the_table_was_not_made_for_are_named_once(monkeypatch, caplog):
