@@ -136,7 +136,7 @@ _KINDS = (
     ),
     _kind(
         "what the guard saves",
-        "bench guard --json",
+        "bench guard",
         "watches revision",
         "",
         parts.guard_parts,
