@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Int32
 
-from geojax.bicache.pages import NoPagesError, Pages, QuotaError, pages_of
+from geojax.bicache.pages import CrowdedError, NoPagesError, Pages, QuotaError, pages_of
 from geojax.config import require
 
 Segments = Sequence[Sequence[int] | Int32[np.ndarray, " n"]]
@@ -235,12 +235,19 @@ class Store:
         kv = self._kv.free + sum(entry.kv.size for entry in idle)
         hidden = self._hidden.free + sum(entry.hidden.size for entry in idle)
         if kv < kv_pages or hidden < hidden_pages:
-            theirs = "; prefixes of others stay, within their quotas" if self.quota else ""
-            raise NoPagesError(
+            message = (
                 f"{kv_pages} key/value and {hidden_pages} hidden pages are wanted, "
-                f"{self._kv.free} and {self._hidden.free} are free, and {kv} and {hidden} can "
-                f"be{theirs}; wait for requests to end, or raise the pool's bytes"
+                f"{self._kv.free} and {self._hidden.free} are free, and {kv} and {hidden} can be"
             )
+            theirs = [e for e in self._entries.values() if self.quota and e.salt != salt]
+            most_kv = self._kv.count - 1 - sum(entry.kv.size for entry in theirs)
+            most_hidden = self._hidden.count - 1 - sum(entry.hidden.size for entry in theirs)
+            if theirs and (kv_pages > most_kv or hidden_pages > most_hidden):
+                raise CrowdedError(
+                    f"{message}; prefixes of others stay, within their quotas: lower these, or "
+                    "raise the pool's bytes"
+                )
+            raise NoPagesError(f"{message}; wait for requests to end, or raise the pool's bytes")
 
     def _idle(self, salt: str) -> list[Entry]:
         """What may go for the sake of `salt`, sooner or later: what neither a user nor a pin keeps,

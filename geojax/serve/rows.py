@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from geojax.bicache.engine import Engine, Slot
-from geojax.bicache.pages import NoPagesError, QuotaError
+from geojax.bicache.pages import CrowdedError, NoPagesError, QuotaError
 from geojax.config import ConfigError
 from geojax.serve.errors import ApiError
 from geojax.serve.metrics import Metrics
@@ -88,7 +88,8 @@ class Rows:
                 skipped.add(ticket.tenant.name)
                 continue
             except NoPagesError as error:
-                if not self._running:  # nobody's end will free a page
+                if not self._running or isinstance(error, CrowdedError):
+                    # Nobody's end will free a page for it.
                     with self._lock:
                         (self._growing.remove if growing else self._waiting.drop)(ticket)
                     message = f"memory is short: {error}"
@@ -127,7 +128,7 @@ class Rows:
         try:
             slot = engine.admit(ticket.job(engine.sampler.mask_id))
         except (ConfigError, NoPagesError) as error:
-            fatal = isinstance(error, ConfigError) or alone
+            fatal = isinstance(error, ConfigError | CrowdedError) or alone
             if not (fatal and ticket.segments):
                 raise
             ticket.segments = ()

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from geojax.bicache.pages import NoPagesError, Pages, QuotaError
+from geojax.bicache.pages import CrowdedError, NoPagesError, Pages, QuotaError
 from geojax.bicache.store import Store
 from geojax.config import ConfigError
 
@@ -144,12 +144,17 @@ def test_under_quotas_nobodys_pages_are_had_from_another_tenants_entries():
     store = make(kv=1 + 6 * DEPTH, quota=5 * DEPTH)
     for i in range(5):
         use(store, [i], salt="a")
-    with pytest.raises(NoPagesError, match=r"2 and \d+ can be; prefixes of others stay"):
+    with pytest.raises(CrowdedError, match=r"2 and \d+ can be; prefixes of others stay"):
         store.make_room(2 * DEPTH, salt="b")  # of a request, not of an entry
     use(store, [1], salt="b")
     use(store, [2], salt="b")
-    with pytest.raises(NoPagesError, match="prefixes of others stay"):
+    with pytest.raises(CrowdedError, match="prefixes of others stay"):
         use(store, range(8), salt="b")
+    held = hold(store, [2], salt="b")
+    with pytest.raises(NoPagesError, match="wait for requests to end") as waits:
+        use(store, [3], salt="b")
+    assert not isinstance(waits.value, CrowdedError)
+    store.release(held)
     assert sorted(e.salt for e in store._entries.values()) == ["a"] * 5 + ["b"]
     store.make_room(2 * DEPTH, salt="a")
     assert sorted(e.salt for e in store._entries.values()) == ["a"] * 3 + ["b"]
