@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a prefix and own keys on one GPU: right, and how fast, by each kernel.
 
-    python benchmarks/kernel.py [--models llada-8b dream-7b] [--prefixes 1024 4096]
+    python benchmarks/kernel.py [--minutes 10] [--models llada-8b dream-7b] [--prefixes 1024 4096]
     python benchmarks/kernel.py --interpret
 
 Every kernel that takes a case is first compared with float64, on rows drawn from its output, and
 then timed: the median of some measurements, each of enough calls to last, beside the bound that
 the data sheet sets. Attention's share of the model's FLOPs is by formula. Last, the engine answers
-requests by random weights of the model's shape, end to end, with each kernel. `--interpret`
-compares small shapes on a CPU, under Pallas' interpreter, whose times say nothing.
+requests by random weights of the model's shape, end to end, with each kernel. `--minutes` is what
+all of it may take: cases have three fifths of it, the models in turn, and what there is no time for
+is left out by name; what has begun is finished. `--interpret` compares small shapes on a CPU, under
+Pallas' interpreter, whose times say nothing.
 """
 
 import argparse
 import time
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +46,7 @@ from geojax.models.config import TransformerConfig, get_model
 from geojax.platform import detect_gpu
 
 MODELS = ("llada-8b", "dream-7b")
+_CASES = 0.6  # of the time
 
 
 def attention_share(model: TransformerConfig, keys: int) -> float:
@@ -67,8 +72,7 @@ def run(name: str, model: TransformerConfig, case: Case, dtype: str, gpu: Gpu) -
         errors = largest_errors(compiled(*args), args)
         took = median_seconds(partial(compiled, *args))
         print(
-            f"{name:<9} {case.batch:>3} x {case.block:<3} prefix {case.prefix:<5} own {case.own:<4}"
-            f" entries {case.entries:<2} {kernel:<10} {took * 1e6:9.1f} us  "
+            f"{name:<9} {case!s:<46} {kernel:<10} {took * 1e6:9.1f} us  "
             f"{flops / took / gpu.bf16_flops_per_second:6.1%} of peak FLOPs  "
             f"{floor / took:6.1%} of the bound  error {errors.out:.1e}, lse {errors.lse:.1e}",
             flush=True,
@@ -114,7 +118,7 @@ def _probe(config: TransformerConfig, dtype: str) -> tuple:
 
 def interpret() -> None:
     """Small cases under the interpreter; SystemExit where one is off."""
-    for case in (Case(2, 5, 136, 16, 0), Case(3, 4, 136, 16, 2)):
+    for case in (Case(2, 5, 136, 16, 0), Case(3, 4, 136, 16, 2), Case(2, 5, 136, 16, 0, 64)):
         args = make_arguments(SMALL, case, "bfloat16")
         for name, kernel in interpreted_kernels().items():
             errors = largest_errors(jax.jit(kernel)(*args), args)
@@ -142,35 +146,54 @@ def sheet() -> Gpu:
     return GPUS[name]
 
 
+def cases_of(options: argparse.Namespace) -> list[tuple[str, Case]]:
+    """(model, case): prefixes that all rows share, that rows name, and that lie in pages."""
+    kinds = [(entries, 0) for entries in options.entries] + [(0, page) for page in options.pages]
+    sizes = product(options.prefixes, options.batches, options.blocks, kinds, options.models)
+    return [
+        (name, Case(batch, block, prefix, options.own, entries, page))
+        for prefix, batch, block, (entries, page), name in sizes
+    ]
+
+
+def within[T](items: Iterable[T], seconds: float, now: Callable[[], float]) -> Iterator[T]:
+    """Those that there is time to begin with; the others are printed."""
+    end, left = now() + seconds, list(items)
+    while left and now() < end:
+        yield left.pop(0)
+    if left:
+        print(f"left out, no time: {'; '.join(' '.join(map(str, item)) for item in left)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--interpret", action="store_true", help="small shapes, on a CPU")
+    parser.add_argument("--minutes", type=float, default=10.0, help="that all of it may take")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--prefixes", nargs="+", type=int, default=[1024, 2048, 4096])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--blocks", nargs="+", type=int, default=[32, 256])
     parser.add_argument("--own", type=int, default=512, help="own keys a sequence")
-    parser.add_argument("--entries", nargs="+", type=int, default=[0, 4], help="0: one for all")
+    parser.add_argument("--entries", nargs="*", type=int, default=[0, 4], help="0: one for all")
+    parser.add_argument("--pages", nargs="*", type=int, default=[64], help="rows of a page")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     options = parser.parse_args()
+    if options.minutes <= 0:
+        raise SystemExit(f"--minutes {options.minutes} must be above 0")
     if options.interpret:
         jax.config.update("jax_platforms", "cpu")
         return interpret()
-    gpu = sheet()
-    device = jax.devices()[0]
-    print(f"{device.device_kind}, jax {jax.__version__}, {options.dtype}")
-    for name in options.models:
-        model = get_model(name)
-        for prefix in options.prefixes:
-            share = attention_share(model, prefix + options.own)
-            print(f"{name}: attention over {prefix + options.own} keys is {share:.1%} of FLOPs")
-            for batch in options.batches:
-                for block in options.blocks:
-                    for entries in options.entries:
-                        case = Case(batch, block, prefix, options.own, entries)
-                        run(name, model, case, options.dtype, gpu)
-        for prefix in options.prefixes[:2]:
-            end_to_end(model, name, prefix, 4, options.dtype)
+    gpu, started = sheet(), time.monotonic()
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {options.dtype}")
+    for name, prefix in product(options.models, options.prefixes):
+        share = attention_share(get_model(name), prefix + options.own)
+        print(f"{name}: attention over {prefix + options.own} keys is {share:.1%} of FLOPs")
+    whole = 60 * options.minutes
+    for name, case in within(cases_of(options), _CASES * whole, time.monotonic):
+        run(name, get_model(name), case, options.dtype, gpu)
+    ends = product(options.prefixes[:2], options.models)
+    for prefix, name in within(ends, started + whole - time.monotonic(), time.monotonic):
+        end_to_end(get_model(name), name, prefix, 4, options.dtype)
     return None
 
 

@@ -177,7 +177,7 @@ _BENCHES = {
 
 
 def bench(args: list[str]) -> int:
-    """Longer comparisons: geojax bench geomesh, tune METHOD..., cona, bicache, guard, serve URL."""
+    """Longer comparisons: geomesh, tune METHOD, cona, bicache, throughput, guard, serve, paper."""
     if not args or args[0] not in _BENCHES:
         raise ConfigError(f"geojax bench wants one of {[*_BENCHES]}, not {(args or [''])[0]!r}")
     if args[0] == "serve":

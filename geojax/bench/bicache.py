@@ -73,6 +73,7 @@ def run_bicache(options: BicacheOptions) -> list[Result]:
     """
     count, seq_len, folder = options.count, options.seq_len, options.out
     require(count >= 2, f"count {count} must be at least 2")
+    get_policy("refresh", options.every)
     model = load(options.model)
     require_tasks(model)
     depths = None
@@ -166,14 +167,24 @@ def _cached(folder: Path, cell: Cell, model: Model, rows: tasks.TaskRows, steps:
         "seq_len": rows.tokens.shape[1],
     }
     facts |= {"revision": model.revision, "tasks": TaskSet.folder.name}
-    if path.exists():
-        known = json.loads(path.read_text())
-        if {name: known.get(name) for name in facts} == facts:
-            return np.array(known["right"], bool)
+    known = known_cell(path, facts).get("right", [])
+    if len(known) == len(rows.tokens):
+        return np.array(known, bool)
     right = answer(cell, model, rows, steps)
     content: dict[str, Any] = facts | {"right": right.astype(int).tolist()}
     write_atomically(path, json.dumps(content) + "\n")
     return right
+
+
+def known_cell(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """What a file of answers says, where it is of these facts; {} where it is of others, or cannot
+    be read: then they are answered again."""
+    try:
+        known = json.loads(path.read_text()) if path.exists() else {}
+    except ValueError:
+        return {}
+    same = isinstance(known, dict) and {name: known.get(name) for name in facts} == facts
+    return known if same else {}
 
 
 def compare(cell: Cell, right: np.ndarray, plain: np.ndarray) -> Result:

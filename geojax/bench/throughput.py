@@ -11,7 +11,7 @@ them.
 `full` is also what a block-causal model of this size would do, whose prefixes do not depend on what
 follows: the price of seeing both ways is the distance from it.
 
-Resumable: what was measured lies in the folder, a file for each batch and share.
+Resumable: what was measured lies in the folder, a file for each batch, share and length.
 """
 
 import json
@@ -43,6 +43,7 @@ from geojax.track.metrics import NewFile, to_json, write_atomically
 SHARES = (0.5, 0.7, 0.9)
 BLOCK, STEPS = 32, 16
 _MASK = 8191
+_HEADS = 8
 _COLD = ("cold", 1)  # bicache whose store is empty
 POLICIES: tuple[tuple[str, int | None], ...] = (
     ("refresh", 1),
@@ -134,12 +135,17 @@ def run_throughput(options: ThroughputOptions) -> list[Point]:
         f"length {options.length} leaves {shortest} tokens beside the longest prefix, and {BLOCK} "
         f"are to be filled; use {10 * BLOCK + 10} or more",
     )
+    require(
+        options.dim >= 1 and options.dim % (2 * _HEADS) == 0,
+        f"dim {options.dim} must be a multiple of {2 * _HEADS}: {_HEADS} heads of an even size; "
+        f"use {max(round(options.dim / 2 / _HEADS), 1) * 2 * _HEADS}",
+    )
     config = TransformerConfig(
         vocab_size=_MASK + 1,
         dim=options.dim,
         layers=options.layers,
-        heads=8,
-        kv_heads=8,
+        heads=_HEADS,
+        kv_heads=_HEADS,
         mlp_dim=11 * options.dim // 4,
         bidirectional=True,
     )
@@ -149,7 +155,7 @@ def run_throughput(options: ThroughputOptions) -> list[Point]:
     points = []
     for batch in options.batches:
         for share in SHARES:
-            path = options.out / f"batch{batch}-share{share}.json"
+            path = options.out / f"batch{batch}-share{share}-length{options.length}.json"
             point = _known(path, batch, share, options, config)
             if point is None:
                 if sampler is None:
@@ -305,14 +311,18 @@ def _plot(points: Sequence[Point], path: Path) -> None:
 def _known(
     path: Path, batch: int, share: float, options: ThroughputOptions, config: TransformerConfig
 ) -> Point | None:
-    """What was measured before, with the same options on this machine."""
+    """What was measured before, with the same options on this machine; what cannot be read is
+    measured again."""
     if not path.exists():
         return None
-    content: dict[str, Any] = json.loads(path.read_text())
-    model = content.pop("model")
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+        model = content.pop("model")
+        point = Point(**content | {"rows": tuple(Row(**r) for r in content["rows"])})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
     if model != to_json(asdict(config)):
         return None
-    point = Point(**content | {"rows": tuple(Row(**r) for r in content["rows"])})
     same = (point.batch, point.share, point.length, point.rounds, point.machine)
     asked = (batch, share, options.length, options.rounds, machine())
     return point if same == asked else None

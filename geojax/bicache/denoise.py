@@ -57,6 +57,8 @@ class Rows(NamedTuple):
     """Positions of the prefix that are looked at in a refresh; n is 0 where nobody looks."""
     probe_slots: Int[Any, "b n"]
     """Where they lie among all rows of the prefix's pages."""
+    probe_count: Int[Any, " b"]
+    """How many of them count."""
 
 
 class Work(NamedTuple):
@@ -152,16 +154,14 @@ class Denoiser:
         """All rows of the suffix, and of the prefix in layers from the least depth on.
 
         Probes are rows of the prefix that run with the suffix through the shallow layers, and that
-        no row sees: what the prefix's rows would be, saw they the suffix.
+        no row sees: what the prefix's rows would be, saw they the suffix. From the least depth on
+        they lie where the prefix's rows of their request come once it is at its own depth.
         """
         layers, page = self.model.config.layers, pool.k.shape[1]
-        places = rows.prefix[:, None] + jnp.arange(self.suffix_rows)
-        own_rows = jnp.clip(rules.length - rows.prefix, 0, self.suffix_rows)
+        own, probes = self.suffix_rows, rows.probes.shape[1]
+        places = rows.prefix[:, None] + jnp.arange(own)
+        own_rows = jnp.clip(rules.length - rows.prefix, 0, own)
         real = places < rules.length[:, None]
-        places = jnp.concatenate([places, rows.probes], axis=1)
-        real = jnp.pad(real, ((0, 0), (0, rows.probes.shape[1])))
-        x = self._embed(params, tokens_at(canvas.tokens, places), places)
-        rotary = self._rotary(places)
         # Of a row that does not refresh, what is kept stays, apart from its window.
         first = self._first(canvas, rows)[:, None]
         inside = (places >= first) & (places < self._last(canvas, rules)[:, None])
@@ -170,27 +170,34 @@ class Denoiser:
 
         def attention(layer, pool, q, k, v):
             if self.reach == "suffix":
-                table, counts = rows.table[layer], rows.counts
-                own = (k[:, : self.suffix_rows], v[:, : self.suffix_rows], own_rows)
+                table, counts, seen = rows.table[layer], rows.counts, (k, v, own_rows)
             else:
                 pool = write_kv(pool, rows.suffix[layer], zero, k, v, kept)
-                table, counts, own = *self._both(rows, rules, layer, page), None
-            return attend_paged(q, pool.k, pool.v, table, counts, own), pool
+                table, counts, seen = *self._both(rows, rules, layer, page), None
+            return attend_paged(q, pool.k, pool.v, table, counts, seen), pool
+
+        running = jnp.concatenate([places, rows.probes], axis=1)
+        rotary = self._rotary(running)
 
         def shallow(layer, carry):
             x, pool = carry
-            return self._layer(
-                params, layer, x, places, rotary, pool, lambda *qkv: attention(layer, *qkv)
-            )
+
+            def attend(pool, q, k, v):
+                return attention(layer, pool, q, k[:, :own], v[:, :own])
+
+            return self._layer(params, layer, x, running, rotary, pool, attend)
 
         least = jnp.min(jnp.where(refresh & (rows.prefix > 0), rows.depth, layers))
+        x = self._embed(params, tokens_at(canvas.tokens, running), running)
         x, pool = lax.fori_loop(0, least, shallow, (x, pool))
+        x, looked = x[:, :own], x[:, own:]
         prefix_rows = rows.counts.shape[1] * page
         drift = jnp.zeros(len(x), jnp.float32)
         if prefix_rows:
             before, there = row_places(rows.counts, page)
             both = jnp.concatenate([before, places], axis=1)
             rotary_both = self._rotary(both)
+            rest = ((0, 0), (0, prefix_rows - probes))
 
             def deep(layer, carry):
                 y, x, pool, drift = carry
@@ -199,14 +206,20 @@ class Denoiser:
                 def start(y):
                     stored = gather(pool.hidden, rows.hidden).astype(y.dtype)
                     found = drift
-                    if rows.probes.shape[1]:
+                    if probes:
                         kept = jnp.take_along_axis(stored, rows.probe_slots[..., None], axis=1)
-                        seen = drift_of(x[:, self.suffix_rows :], kept)
-                        found = jnp.where(starts, seen, drift)
+                        counted = jnp.arange(probes) < rows.probe_count[:, None]
+                        found = jnp.where(starts, drift_of(y[:, :probes], kept, counted), drift)
                     return jnp.where(starts[:, None, None], stored, y), found
 
                 y, drift = lax.cond(jnp.any(starts), start, lambda y: (y, drift), y)
-                fresh = there & (refresh & (layer >= rows.depth))[:, None]
+                begun = (layer >= rows.depth)[:, None]
+                fresh = there & refresh[:, None] & begun
+                at, turned = both, rotary_both
+                if probes:
+                    ahead = jnp.where(begun, before, jnp.pad(rows.probes, rest))
+                    at = jnp.concatenate([ahead, places], axis=1)
+                    turned = self._rotary(at)
 
                 def attend(pool, q, k, v):
                     pool = write_kv(
@@ -215,21 +228,27 @@ class Denoiser:
                     return attention(layer, pool, q, k[:, prefix_rows:], v[:, prefix_rows:])
 
                 joined = jnp.concatenate([y, x], axis=1)
-                joined, pool = self._layer(params, layer, joined, both, rotary_both, pool, attend)
+                joined, pool = self._layer(params, layer, joined, at, turned, pool, attend)
                 return joined[:, :prefix_rows], joined[:, prefix_rows:], pool, drift
 
+            y = jnp.pad(looked, (*rest, (0, 0)))
             y = lax.cond(
                 least == 0,
-                lambda: self._embed(params, tokens_at(canvas.tokens, before), before),
-                lambda: jnp.zeros((len(x), prefix_rows, x.shape[-1]), x.dtype),
+                lambda: jnp.where(
+                    (rows.depth == 0)[:, None, None],
+                    self._embed(params, tokens_at(canvas.tokens, before), before),
+                    y,
+                ),
+                lambda: y,
             )
             _, x, pool, drift = lax.fori_loop(least, layers, deep, (y, x, pool, drift))
         active = ~canvas.done
+        watched = refresh & rows.watched
         work = Work(
             jnp.sum(jnp.where(active, rules.length - rows.prefix, 0)) * layers * 1.0,
             jnp.sum(jnp.where(refresh, rows.prefix * (layers - rows.depth), 0)) * 1.0,
-            jnp.sum(active) * rows.probes.shape[1] * layers * 1.0,
-            len(x) * (places.shape[1] * layers + prefix_rows * (layers - least)) * 1.0,
+            jnp.sum(jnp.where(watched, rows.probe_count * rows.depth, 0)) * 1.0,
+            len(x) * (own * layers + probes * least + prefix_rows * (layers - least)) * 1.0,
         )
         return self._predicting(x, seen.positions - rows.prefix[:, None]), pool, work, drift
 
@@ -311,12 +330,16 @@ class Denoiser:
         return run_layer(self.model, params, layer, x, places, rotary, pool, attention)
 
 
-def drift_of(seen: Float[Array, "b n d"], kept: Float[Array, "b n d"]) -> Float[Array, " b"]:
-    """How far rows are from those that were kept: 1 less their cosine, the mean over rows."""
+def drift_of(
+    seen: Float[Array, "b n d"], kept: Float[Array, "b n d"], counted: Bool[Array, "... n"]
+) -> Float[Array, " b"]:
+    """How far rows are from those that were kept: 1 less their cosine, the mean over rows that are
+    counted; 0 where none is."""
     wide = [x.astype(jnp.float32) for x in (seen, kept)]
     dot = jnp.sum(wide[0] * wide[1], axis=-1)
     size = jnp.linalg.norm(wide[0], axis=-1) * jnp.linalg.norm(wide[1], axis=-1)
-    return jnp.mean(1 - dot / jnp.maximum(size, 1e-30), axis=-1)
+    far = jnp.where(counted, 1 - dot / jnp.maximum(size, 1e-30), 0)
+    return jnp.sum(far, axis=-1) / jnp.maximum(jnp.sum(counted, axis=-1), 1)
 
 
 def run_layer(

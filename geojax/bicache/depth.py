@@ -9,9 +9,18 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Int32
 
 from geojax.config import require
+
+_ROUNDING = 1e-9  # of 56 / 80 to 0.7
+_WATCHED = 0.05  # of a refresh's row-layers, what looking costs at most
+
+Covered = Literal["whole", "chained", "both"]
+"""Prefixes in one piece, or built segment after segment."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +29,8 @@ class Depths:
 
     steps: tuple[tuple[float, int], ...]
     """(share from which on, layers), both increasing; below the first nothing is shared."""
+    covers: Covered = "both"
+    """The prefixes that they were made for."""
 
     def __post_init__(self):
         require(self.steps, "a table of depths is empty; give (share, layers)")
@@ -37,8 +48,8 @@ class Depths:
             )
 
     def at(self, share: float) -> int:
-        """Layers that a prefix of this share, rounded to hundredths, is shared in."""
-        place = bisect_right([s for s, _ in self.steps], round(share, 2))
+        """Layers that a prefix of this share is shared in."""
+        place = bisect_right([s for s, _ in self.steps], share + _ROUNDING)
         return self.steps[place - 1][1] if place else 0
 
     @property
@@ -51,10 +62,10 @@ class Depths:
 class Guard:
     """When a request stops sharing: where its own rows of the prefix are too far from the store's.
 
-    `rows` rows of the prefix, evenly spaced, run with the suffix in the first step of each refresh,
-    so that they see it. Where their hidden state at the request's depth is farther from the
-    stored one than the bound, that step is taken back, and the request goes on with a prefix of its
-    own, refreshed as policy `refresh` does.
+    Up to `rows` rows of the prefix, evenly spaced, run with the suffix through the shared layers in
+    the first step of each refresh, so that they see it. Where their hidden state at the request's
+    depth is farther from the stored one than the bound, that step is taken back, and the request
+    goes on with a prefix of its own, refreshed as policy `refresh` does.
     """
 
     bounds: tuple[tuple[int, float], ...]
@@ -63,6 +74,22 @@ class Guard:
 
     def bound(self, depth: int) -> float:
         return dict(self.bounds).get(depth, math.inf)
+
+    @property
+    def least(self) -> int:
+        """Of the depths that are watched; 0: none is."""
+        return min((d for d, drift in self.bounds if d and math.isfinite(drift)), default=0)
+
+    def count(self, suffix: int, prefix: int, depth: int, layers: int) -> int:
+        """Rows that are looked at, of a request of so many tokens: as many as are 5 % of a
+        refresh's row-layers, up to `rows`, and 1 at least."""
+        without = suffix * layers + prefix * (layers - depth)
+        return max(1, min(self.rows, int(_WATCHED * without / depth)))
+
+
+def probe_places(prefix: int, count: int) -> Int32[np.ndarray, " n"]:
+    """Positions of the rows of a prefix that are looked at."""
+    return ((np.arange(count) + 0.5) * prefix / max(count, 1)).astype(np.int32)
 
 
 class Effect(NamedTuple):

@@ -5,6 +5,7 @@ Invariant: a request is answered as if it were alone; what it shares with others
 pages that a request holds, of its own or of the store, go back when it leaves, however it ends.
 """
 
+import logging
 import math
 import threading
 import time
@@ -25,7 +26,6 @@ from geojax.bicache.depth import Depths, Guard
 from geojax.bicache.lookup import Lookup
 from geojax.bicache.pages import (
     PAGE,
-    NoPagesError,
     Pages,
     Pool,
     hidden_page_bytes,
@@ -34,7 +34,7 @@ from geojax.bicache.pages import (
     pages_of,
 )
 from geojax.bicache.policy import Policy
-from geojax.bicache.shapes import Shape, Shapes, bucket, buckets, shapes_within
+from geojax.bicache.shapes import Shape, Shapes, page_bucket, page_buckets, shapes_within
 from geojax.bicache.slot import Job, Slot, page_counts
 from geojax.bicache.store import Builder, Entry, Store
 from geojax.config import RunError, require
@@ -42,6 +42,7 @@ from geojax.diffusion.canvas import Canvas, Rules, begin, power_of_two
 from geojax.diffusion.request import Request, check, masks
 from geojax.diffusion.sampler import Answer, Progress, Sampler, require_numbers
 
+log = logging.getLogger("geojax.bicache")
 _QUANTUM = 16  # steps a call, where the policy has no interval
 
 
@@ -119,6 +120,7 @@ class Engine:
         of prefixes that did not refresh beside others that did. Builds apart
         (`store.counts.built_rows`)."""
         self._used: set[Any] = set()
+        self._warned: set[str] = set()
 
     @property
     def programs(self) -> int:
@@ -173,7 +175,34 @@ class Engine:
         with self._lock:
             return self._admit(job)
 
+    def pin(self, job: Job, pinned: bool = True) -> None:
+        """Build a job's prefix ahead of its requests and keep it, whatever else is wanted; or keep
+        it no more. The job's share says how deep, as in `admit`; nothing of it is answered.
+
+        ConfigError where the job would share no prefix; NoPagesError as `admit`.
+        """
+        with self._lock:
+            *_, shared = self._check(job)
+            require(
+                shared,
+                f"segments {job.segments} of {len(job.request.tokens)} tokens are shared in no "
+                f"layer under policy {self.policy.name!r}; pin a longer prefix",
+            )
+            chain = self._chain(job)
+            self.store.pin(chain, pinned)
+            self.store.release(chain)
+
     def _admit(self, job: Job) -> Slot:
+        canvas, rules, prefix, depth, shared = self._check(job)
+        chain = self._chain(job) if shared else []
+        try:
+            return self._slot(job, canvas, rules, prefix, depth, chain)
+        except BaseException:
+            self.store.release(chain)
+            raise
+
+    def _check(self, job: Job) -> tuple[Canvas, Rules, int, int, bool]:
+        """Its state before the first step, its prefix, how deep that is shared, and whether."""
         config, request = self.sampler.model.config, job.request
         check(request, config, self.sampler.mask_id)
         require(
@@ -183,21 +212,33 @@ class Engine:
         )
         canvas, rules = begin([request], self.sampler.mask_id, 1, len(request.tokens))
         self._check_segments(job, int(rules.begin[0]))
-        plain = job.exact or self.policy.name == "none"
-        prefix = 0 if plain else job.prefix
+        prefix = 0 if self._plain(job) else job.prefix
         depth = self._depth(prefix, len(request.tokens))
-        chain: list[Entry] = []
         shared = bool(prefix and self.policy.shared and depth)
         self._check_memory(job, prefix, depth, shared)
-        if shared:
-            chain = self.store.acquire(
-                self._segments(job), job.salt, self._builder(job), partial(self._build, job)
+        return canvas, rules, prefix, depth, shared
+
+    def _plain(self, job: Job) -> bool:
+        return job.exact or self.policy.name == "none"
+
+    def _chain(self, job: Job) -> list[Entry]:
+        """Its prefix, held; built where it is not stored."""
+        self._warn_of(job)
+        return self.store.acquire(
+            self._segments(job), job.salt, self._builder(job), partial(self._build, job)
+        )
+
+    def _warn_of(self, job: Job) -> None:
+        """Once, where the table of depths says nothing of prefixes that are built like this one."""
+        kind = "chained" if len(job.segments) > 1 else "whole"
+        if self.depths and self.depths.covers not in (kind, "both") and kind not in self._warned:
+            self._warned.add(kind)
+            log.warning(
+                "the table of depths is of %s prefixes, and a %s one is shared by it; make one of "
+                "both with `geojax profile depth --segments both`",
+                self.depths.covers,
+                kind,
             )
-        try:
-            return self._slot(job, canvas, rules, prefix, depth, chain, plain)
-        except BaseException:
-            self.store.release(chain)
-            raise
 
     def leave(self, slot: Slot) -> None:
         """Give back what a slot holds; once."""
@@ -239,26 +280,24 @@ class Engine:
         return self.guard.bound(slot.depth) if self.guard else math.inf
 
     def _watched(self, slot: Slot) -> bool:
-        return bool(slot.chain and not slot.done) and math.isfinite(self.guard_bound(slot))
+        return bool(slot.chain and not slot.done) and self._watches(slot.depth)
+
+    def _watches(self, depth: int) -> bool:
+        return self.guard is not None and math.isfinite(self.guard.bound(depth))
+
+    def _count(self, suffix: int, prefix: int, depth: int | None = None) -> int:
+        """Rows of a prefix that are looked at; no depth: the most at any."""
+        assert self.guard is not None, "somebody is watched"
+        layers = self.sampler.model.config.layers
+        return self.guard.count(suffix, prefix, depth or self.guard.least, layers)
 
     def _retreat(self, slot: Slot) -> None:
-        """A prefix of its own from now on, all layers refreshed; where there is no memory for it,
-        nothing is reused between steps either."""
-        pages, layers = len(slot.counts), self.sampler.model.config.layers
+        """A prefix of its own from now on, in pages that were kept for it, and all layers
+        refreshed; its shape stays."""
         self.store.release(slot.chain)
-        slot.chain, slot.since = [], 0
+        slot.table[: slot.depth] = slot.spare
+        slot.chain, slot.depth, slot.since = [], 0, 0
         self.retreats += 1
-        try:
-            self.store.make_room(slot.depth * pages, salt=slot.job.salt)
-        except NoPagesError:
-            if self.policy.window != "suffix":
-                raise
-            slot.counts = slot.hidden = np.zeros(0, np.int32)
-            slot.table, slot.depth, slot.every = np.zeros((layers, 0), np.int32), layers, 1
-            return
-        more = self.kv.take(slot.depth * pages)
-        slot.table[: slot.depth] = more.reshape(slot.depth, pages)
-        slot.own, slot.depth = np.concatenate([slot.own, more]), 0
 
     def _run(self, slots: Sequence[Slot], steps: int, probes: bool) -> tuple[np.ndarray, int]:
         """The drift of each slot [b], 0 without probes; and steps taken."""
@@ -266,8 +305,9 @@ class Engine:
             raise RunError(
                 "a call failed and took the memory of all requests with it; admit them again"
             )
+        shape = self.shapes.of(slots)
         with self._keeping_pool():
-            carry = self._call(self.shapes.of(slots), slots, probes, steps)
+            carry = self._call(shape.looking if probes else shape, slots, probes, steps)
             canvas, since, work, drift, taken = jax.device_get(
                 (carry.canvas, carry.since, carry.work, carry.drift, carry.steps)
             )
@@ -280,10 +320,15 @@ class Engine:
         return drift[: len(slots)], int(taken)
 
     def _call(self, shape: Shape, slots: Sequence[Slot], probes: bool, steps: int) -> Carry:
-        looked_at = self.guard.rows if probes and self.guard else 0
-        watched = [self._watched(slot) for slot in slots]
-        rows, canvas, rules = self.shapes.assemble(slots, shape, looked_at, watched)
-        self._used.add((shape, looked_at))
+        most = self._count(shape.suffix_rows, shape.prefix_pages * self.page) if probes else 0
+        looked = [
+            self._count(len(slot.job.request.tokens) - slot.prefix, slot.prefix, slot.depth)
+            if self._watched(slot)
+            else 0
+            for slot in slots
+        ]
+        rows, canvas, rules = self.shapes.assemble(slots, shape, most, looked)
+        self._used.add((shape, most))
         carry = self._program(shape)(
             self.sampler.params, self.pool, rows, canvas, rules, np.int32(steps)
         )
@@ -337,24 +382,34 @@ class Engine:
         started = time.perf_counter()
         reuses = prefix and self.policy.name != "none"
         most = pages_of(prefix, self.page) + segments - 1 if reuses else 0
-        watched = bool(self.guard and self.guard.bounds)
-        for shape in shapes_within(rows, most, suffix, block):
+        watched = bool(self.policy.shared and self.guard and self.guard.least)
+        shapes = list(shapes_within(rows, most, suffix, block))
+        for shape in shapes:
             self._call(shape, [], False, 1)
-            if watched and shape.prefix_pages:
+        if watched:
+            for shape in sorted({shape.looking for shape in shapes if shape.prefix_pages}):
                 self._call(shape, [], True, 1)
         if self.policy.shared and reuses:
             canvases = sorted({power_of_two(n) for n in range(1, suffix + 1)})
-            for own in buckets(1, most):
-                for behind in [0, *buckets(1, most)] if segments > 1 else [0]:
+            longest = pages_of(prefix, self.page)
+            for own in page_buckets(longest)[1:]:
+                # What lies behind is a token less, at least, in a segment less.
+                for behind in page_buckets(longest + segments - 2) if segments > 1 else [0]:
                     for canvas in canvases if self.builder == "canvas" else [0]:
                         self._build_pages(own, behind, canvas)
         return time.perf_counter() - started
 
-    def check_books(self) -> None:
-        """Whether pages add up; for tests, since a leak is a fault of the engine's."""
-        assert self.kv.taken >= self.store.kv_pages
-        assert self.hidden.taken == self.store.hidden_pages
-        assert self.kv.free + self.kv.taken == self.kv.count - 1
+    def check_books(self, slots: Sequence[Slot] = ()) -> None:
+        """Whether every page that is taken is the store's or of one of `slots`, all that are alive;
+        for tests, since a leak is a fault of the engine's."""
+        stored = {id(e): e for e in [*self.store.entries, *(e for s in slots for e in s.chain)]}
+        for books, parts in (
+            (self.kv, [*(e.kv for e in stored.values()), *(s.own for s in slots)]),
+            (self.hidden, [e.hidden for e in stored.values()]),
+        ):
+            held = [int(page) for part in parts for page in part.flat]
+            assert len(held) == len(set(held)) == books.taken
+            assert books.free + books.taken == books.count - 1
 
     def _check_segments(self, job: Job, first_mask: int) -> None:
         shifted = self.sampler.model.config.shifted
@@ -376,6 +431,7 @@ class Engine:
         pages = sum(pages_of(rows, self.page) for rows in parts)
         stored = self.store_depth * pages if shared else 0
         own = (layers - depth) * pages if prefix else 0
+        own += depth * pages if shared and self._watches(depth) else 0
         if self.policy.window != "suffix":
             own += layers * pages_of(len(job.request.tokens) - prefix, self.page)
         require(
@@ -412,8 +468,8 @@ class Engine:
     def _build(self, job: Job, entry: Entry) -> None:
         parents = sum(e.kv.shape[1] for e in entry.chain()[:-1])
         self._build_pages(
-            bucket(pages_of(entry.rows, self.page)),
-            bucket(parents),
+            page_bucket(pages_of(entry.rows, self.page)),
+            page_bucket(parents),
             self._canvas(job) if self.builder == "canvas" else 0,
             entry,
         )
@@ -452,7 +508,7 @@ class Engine:
         return max(self._shared, default=0)
 
     def _slot(
-        self, job: Job, canvas: Canvas, rules: Rules, prefix: int, depth: int, chain, plain: bool
+        self, job: Job, canvas: Canvas, rules: Rules, prefix: int, depth: int, chain: list[Entry]
     ) -> Slot:
         layers, page = self.sampler.model.config.layers, self.page
         if chain:
@@ -463,7 +519,8 @@ class Engine:
         behind = 0
         if self.policy.window != "suffix":
             behind = pages_of(len(job.request.tokens) - prefix, page)
-        wanted = (layers - depth) * pages + layers * behind
+        spare = depth if chain and self._watches(depth) else 0
+        wanted = (layers - depth + spare) * pages + layers * behind
         self.store.make_room(wanted, salt=job.salt)
         own = self.kv.take(wanted)
         table, hidden = np.zeros((layers, pages), np.int32), np.zeros(pages, np.int32)
@@ -473,8 +530,8 @@ class Engine:
             if depth in self._kept:
                 number = self._kept.index(depth)
                 hidden = np.concatenate([e.hidden[number] for e in chain])
-        suffix = own[(layers - depth) * pages :].reshape(layers, behind)
-        every = 1 if plain else self.policy.every
+        after = len(own) - layers * behind
+        every = 1 if self._plain(job) else self.policy.every
         return Slot(
             job,
             canvas,
@@ -485,8 +542,9 @@ class Engine:
             counts,
             table,
             hidden,
-            suffix,
+            own[after:].reshape(layers, behind),
             own,
+            own[after - spare * pages : after].reshape(spare, pages),
             list(chain),
             self._generation,
         )

@@ -42,6 +42,11 @@ class QuotaError(NoPagesError):
     """A tenant holds all that its quota allows, in use; others are not affected."""
 
 
+class CrowdedError(NoPagesError):
+    """What other tenants store within their quotas leaves too few pages; no request's end changes
+    that."""
+
+
 def pages_of(rows: int, page: int = PAGE) -> int:
     """Pages that `rows` rows take."""
     return -(-rows // page)

@@ -2,9 +2,10 @@
 """How far a prefix's keys and values move with what follows it, layer by layer.
 
 For requests [prefix | rest] with some of the rest masked, three passes are compared: the whole
-request; the prefix alone, or before masks; and the whole with the prefix's rows below layer b taken
-from the second pass, as a store would give them. Cosines of keys and values are the paper's
-criterion; what the reuse does to the predictions of masked rows is the one that says it directly.
+request; the prefix alone, or before masks, in one piece or segment after segment; and the whole
+with the prefix's rows below layer b taken from the second pass, as a store would give them. Cosines
+of keys and values are the paper's criterion; what the reuse does to the predictions of masked rows
+is the one that says it directly.
 
 Invariant: figures are of float32 passes over whole sequences, nothing padded, and follow from the
 sequences alone.
@@ -15,6 +16,7 @@ Shapes: b sequences, s tokens, p of them prefix, L layers.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import jax
@@ -24,7 +26,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from geojax.bicache.denoise import drift_of
-from geojax.bicache.depth import Depths, Effect, ShareProfile
+from geojax.bicache.depth import Depths, Effect, Guard, ShareProfile, probe_places
 from geojax.config import require
 from geojax.models.attention import attend
 from geojax.models.transformer import Inputs, Params, Transformer
@@ -49,14 +51,15 @@ def profile_share(
     canvas: bool = False,
     batch: int = 16,
     first_mask: int | None = None,
-    probes: int = 8,
     kinds: Int[np.ndarray, " n"] | None = None,
+    ends: Sequence[int] = (),
 ) -> ShareProfile:
     """Compare passes over `sequences`, whose first `prefix` tokens are shared.
 
     Of what lies from `first_mask` on (default: the prefix's end) each share of `masked` is hidden,
     by a fixed random order. `canvas`: the prefix's own pass sees masks in place of the rest.
     `kinds`: of each sequence, so that what is bad for few of them does not hide among the others.
+    `ends`: where the prefix's segments end, the last with the prefix; (): it is one.
     """
     count, length = sequences.shape
     begin = prefix if first_mask is None else first_mask
@@ -66,12 +69,23 @@ def profile_share(
         f"a prefix of {prefix} of {length} tokens, masks from {begin} on, leaves nothing to mask; "
         "use longer sequences",
     )
+    ends = tuple(ends) or (prefix,)
+    assert [*sorted({0, *ends})] == [0, *ends], "segments have tokens, one after another"
+    assert ends[-1] == prefix, "segments make up the prefix"
     config, rng = model.config, np.random.default_rng(0)
     order = rng.random((count, length - begin)).argsort(1)
     kinds = np.zeros(count, np.int64) if kinds is None else kinds
-    places = ((np.arange(probes) + 0.5) * prefix / probes).astype(np.int32)
+    places, counted = _looked_at(prefix, length, config.layers)
     compare = jax.jit(
-        partial(_compare, model, prefix=prefix, canvas=canvas, mask_id=mask_id, places=places)
+        partial(
+            _compare,
+            model,
+            ends=ends,
+            canvas=canvas,
+            mask_id=mask_id,
+            places=places,
+            counted=counted,
+        )
     )
     cosines, drifts, effects = [], [], {}
     for share in masked:
@@ -111,6 +125,30 @@ def profile_share(
     )
 
 
+def doubling(prefix: int) -> tuple[int, ...]:
+    """Where a chain of segments ends whose sizes double, as a server splits a long prompt."""
+    return tuple(sorted({-(-prefix // parts) for parts in (8, 4, 2, 1)}))
+
+
+def worst_of(profiles: Sequence[ShareProfile]) -> ShareProfile:
+    """Of profiles of one share, what is worst at each layer and depth."""
+    first = profiles[0]
+    worst = [
+        max(
+            ((p.effects[d], p.worst_masked[d]) for p in profiles), key=lambda found: found[0].kl_p95
+        )
+        for d in range(len(first.effects))
+    ]
+    return ShareProfile(
+        first.share,
+        tuple(map(min, zip(*(p.key_cosine for p in profiles), strict=True))),
+        tuple(map(min, zip(*(p.value_cosine for p in profiles), strict=True))),
+        tuple(effect for effect, _ in worst),
+        tuple(masked for _, masked in worst),
+        tuple(map(max, zip(*(p.drift for p in profiles), strict=True))),
+    )
+
+
 def by_cosine(profiles: Sequence[ShareProfile], least: float = 0.97) -> Depths:
     """The deepest reuse below which keys and values of every layer have that cosine."""
 
@@ -146,18 +184,18 @@ def _compare(
     tokens: Int[Array, "b s"],
     hide: Bool[Array, "b s"],
     *,
-    prefix: int,
+    ends: tuple[int, ...],
     canvas: bool,
     mask_id: int,
     places: Int32[np.ndarray, " m"],
+    counted: Bool[np.ndarray, "L m"],
 ):
     """(KL [L + 1, b, s], whether the likeliest token stays, cosines [2, L], drift of probes at
-    `places` [L, b]) by depth or layer."""
+    those `places` that are `counted` [L, b]) by depth or layer."""
     seen = jnp.where(hide, mask_id, tokens)
-    alone = seen[:, :prefix]
-    if canvas:
-        alone = jnp.pad(alone, ((0, 0), (0, seen.shape[1] - prefix)), constant_values=mask_id)
-    kept, _ = _capture(model, params, alone, prefix)
+    prefix = ends[-1]
+    behind = seen.shape[1] - prefix if canvas else 0
+    kept = _build(model, params, seen[:, :prefix], ends, behind, mask_id)
     whole, plain = _capture(model, params, seen, prefix)
     cosines = jnp.stack([_cosine(kept.k, whole.k), _cosine(kept.v, whole.v)])
     expected = jax.nn.log_softmax(_logits(model, params, plain))
@@ -170,7 +208,17 @@ def _compare(
         return None, (kl, jnp.argmax(expected, -1) == jnp.argmax(found, -1))
 
     _, (kl, same) = lax.scan(effect, None, jnp.arange(model.config.layers + 1))
-    return kl, same, cosines, _drift(model, params, seen, prefix, kept, places)
+    return kl, same, cosines, _drift(model, params, seen, prefix, kept, places, counted)
+
+
+def _looked_at(
+    prefix: int, length: int, layers: int
+) -> tuple[Int32[np.ndarray, " m"], Bool[np.ndarray, "L m"]]:
+    """Where a guard looks, and which of these places count at each depth."""
+    counts = [Guard(()).count(length - prefix, prefix, max(d, 1), layers) for d in range(layers)]
+    each = [probe_places(prefix, count) for count in counts]
+    places = np.unique(np.concatenate(each))
+    return places, np.array([np.isin(places, those) for those in each])
 
 
 def _logits(model: Transformer, params: Params, x: Array) -> Array:
@@ -200,6 +248,45 @@ def _capture(model: Transformer, params: Params, tokens, prefix: int) -> tuple[P
     return Pass(*kept), x
 
 
+def _build(
+    model: Transformer, params: Params, tokens, ends: tuple[int, ...], masks: int, mask_id: int
+) -> Pass:
+    """A prefix as a store builds it: each segment after those before it, with masks behind it."""
+    parts: list[Pass] = []
+    for start, end in pairwise((0, *ends)):
+        padding = ((0, 0), (0, masks))
+        seen = jnp.pad(tokens[:, start:end], padding, constant_values=mask_id)
+        parts.append(_segment(model, params, seen, start, end - start, parts))
+    return Pass(*(jnp.concatenate(list(kept), axis=2) for kept in zip(*parts, strict=True)))
+
+
+def _segment(
+    model: Transformer, params: Params, tokens, first: int, kept: int, before: Sequence[Pass]
+) -> Pass:
+    """`kept` rows of a pass over tokens from position `first` on, after what is `before` them."""
+    places = first + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    inputs = Inputs(jnp.broadcast_to(places, tokens.shape), None, None)
+    rotary = model.rotary(inputs)
+
+    def layer(x, item):
+        weights, earlier = item
+        seen = []
+
+        def remember(q, k, v, *rest):
+            seen.append((k[:, :kept], v[:, :kept]))
+            k, v = (
+                jnp.concatenate([*(getattr(part, name) for part in earlier), new], axis=1)
+                for name, new in (("k", k), ("v", v))
+            )
+            return attend(q, k, v, *rest)
+
+        new = replace(model, attend=remember).layer(weights, x, 0, rotary, inputs)
+        return new, (*seen[0], x[:, :kept])
+
+    x = model.embed(params, tokens, inputs, jnp.float32)
+    return Pass(*lax.scan(layer, x, (params["blocks"], list(before)))[1])
+
+
 def _reuse(model: Transformer, params: Params, tokens, prefix: int, kept: Pass, depth) -> Array:
     """The residual stream where the prefix's rows below `depth` are those that were kept."""
     inputs = _inputs(tokens)
@@ -223,7 +310,7 @@ def _reuse(model: Transformer, params: Params, tokens, prefix: int, kept: Pass, 
 
 
 def _drift(
-    model: Transformer, params: Params, tokens, prefix: int, kept: Pass, places
+    model: Transformer, params: Params, tokens, prefix: int, kept: Pass, places, counted
 ) -> Float[Array, "L b"]:
     """Of rows at `places` of the prefix that see what follows it, entering each layer."""
     b, s = tokens.shape
@@ -232,17 +319,17 @@ def _drift(
     rotary, own = model.rotary(inputs), s - prefix
 
     def layer(x, item):
-        weights, k_kept, v_kept, hidden = item
+        weights, k_kept, v_kept, hidden, those = item
 
         def mixed(q, k, v, *rest):
             k, v = (jnp.concatenate([z, y[:, :own]], axis=1) for z, y in ((k_kept, k), (v_kept, v)))
             return attend(q, k, v, *rest)
 
-        found = drift_of(x[:, own:], hidden[:, places])
+        found = drift_of(x[:, own:], hidden[:, places], those)
         return replace(model, attend=mixed).layer(weights, x, 0, rotary, inputs), found
 
     x = model.embed(params, tokens[:, rows], inputs, jnp.float32)
-    return lax.scan(layer, x, (params["blocks"], *kept))[1]
+    return lax.scan(layer, x, (params["blocks"], *kept, jnp.asarray(counted)))[1]
 
 
 def _inputs(tokens) -> Inputs:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from geojax.bicache.denoise import Rows
+from geojax.bicache.depth import probe_places
 from geojax.bicache.pages import pages_of
 from geojax.bicache.slot import Slot
 from geojax.diffusion.canvas import Canvas, Rules, begin, power_of_two
@@ -28,6 +29,11 @@ class Shape(NamedTuple):
     prefix_pages: int
     suffix_rows: int
     window_rows: int
+
+    @property
+    def looking(self) -> "Shape":
+        """Of a call in which a guard looks: coarser, since there are few of these."""
+        return self._replace(suffix_rows=power_of_two(self.suffix_rows))
 
 
 @dataclass(frozen=True)
@@ -48,18 +54,18 @@ class Shapes:
         )
         return Shape(
             power_of_two(len(slots)),
-            bucket(max(len(s.counts) for s in slots)),
+            page_bucket(max(len(s.counts) for s in slots)),
             max(bucket(suffix), _FEWEST_ROWS),
             max(power_of_two(widest), _NARROWEST),
         )
 
     def assemble(
-        self, slots: Sequence[Slot], shape: Shape, probes: int, watched: Sequence[bool]
+        self, slots: Sequence[Slot], shape: Shape, probes: int, looked: Sequence[int]
     ) -> tuple[Rows, Canvas, Rules]:
         """Arrays of a batch; rows beyond the slots are done.
 
-        `probes`: rows of each prefix that are looked at; `watched`: slots before whose refreshes a
-        call ends.
+        `looked`: rows of each slot's prefix that a guard looks at in its refreshes, before which a
+        call ends; `probes`: the most that there may be, or 0 where nobody looks in this call.
         """
         layers, b = self.layers, shape.rows
         behind = pages_of(shape.suffix_rows, self.page) if self.keeps_suffix else 0
@@ -77,6 +83,7 @@ class Shapes:
             watched=np.zeros(b, bool),
             probes=np.zeros((b, probes), np.int32),
             probe_slots=np.zeros((b, probes), np.int32),
+            probe_count=np.zeros(b, np.int32),
         )
         for i, slot in enumerate(slots):
             for whole, part in zip(canvas, slot.canvas, strict=True):
@@ -88,17 +95,18 @@ class Shapes:
                 whole[i] = part[0]
             rows.prefix[i], rows.depth[i] = slot.prefix, slot.depth
             rows.every[i], rows.since[i] = slot.every, slot.since
-            rows.watched[i] = watched[i]
+            rows.watched[i] = looked[i] > 0
             pages = len(slot.counts)
             rows.table[:, i, :pages], rows.counts[i, :pages] = slot.table, slot.counts
             rows.hidden[i, :pages] = slot.hidden
             rows.suffix[:, i, : slot.suffix.shape[1]] = slot.suffix
-            places = ((np.arange(probes) + 0.5) * rows.prefix[i] / max(probes, 1)).astype(np.int32)
-            before = np.cumsum(slot.counts) - slot.counts
-            at = np.searchsorted(before, places, side="right") - 1
-            if pages:
-                rows.probes[i] = places
-                rows.probe_slots[i] = at * self.page + places - before[at]
+            if probes and looked[i]:
+                places = probe_places(slot.prefix, looked[i])
+                before = np.cumsum(slot.counts) - slot.counts
+                at = np.searchsorted(before, places, side="right") - 1
+                rows.probe_count[i] = looked[i]
+                rows.probes[i, : looked[i]] = places
+                rows.probe_slots[i, : looked[i]] = at * self.page + places - before[at]
         return rows, Canvas(*canvas), Rules(*rules)
 
 
@@ -111,8 +119,9 @@ def shapes_within(
     while windows[-1] < block:
         windows.append(2 * windows[-1])
     counts = sorted({power_of_two(n) for n in rows})
-    pages = [0, *buckets(1, prefix_pages)] if prefix_pages else [0]
-    for sizes in product(counts, pages, buckets(_FEWEST_ROWS, suffix), windows):
+    for sizes in product(
+        counts, page_buckets(prefix_pages), buckets(_FEWEST_ROWS, suffix), windows
+    ):
         yield Shape(*sizes)
 
 
@@ -129,3 +138,13 @@ def buckets(least: int, most: int) -> list[int]:
     while found[-1] < most:
         found.append(bucket(found[-1] + 1))
     return found
+
+
+def page_bucket(pages: int) -> int:
+    """The same in pairs of pages: a prefix's rows cost something in refreshes only."""
+    return 2 * bucket(-(-pages // 2))
+
+
+def page_buckets(most: int) -> list[int]:
+    """From none up to the first that holds `most`."""
+    return [2 * pairs for pairs in buckets(0, -(-most // 2))]

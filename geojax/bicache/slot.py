@@ -3,7 +3,8 @@
 
 Invariant: the pages of a slot's prefix are the store's below its depth and its own from there on.
 
-Shapes: L layers, j pages of a prefix, i of a suffix, n pages in all, s positions.
+Shapes: L layers, b of them below its depth, j pages of a prefix, i of a suffix, n pages in all, s
+positions.
 """
 
 from dataclasses import dataclass, field
@@ -51,6 +52,9 @@ class Slot:
     suffix: Int32[np.ndarray, "L i"]
     own: Int32[np.ndarray, " n"]
     """Pages that are its own."""
+    spare: Int32[np.ndarray, "b j"]
+    """Those of them for its prefix below its depth, should the guard stop its sharing; b is 0 where
+    none watches."""
     chain: list[Entry] = field(default_factory=list)
     generation: int = 0
     """Of the engine's pool that its pages are of."""

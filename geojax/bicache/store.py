@@ -8,7 +8,7 @@ which tenants are kept apart. A first 100 tokens that were built together with 9
 prefix of another request, so segments are whole, and a chain of them is what a prefix is.
 
 Invariant: what an entry holds follows from its key. An entry with children or users is never
-evicted. The oldest others are, and under quotas a tenant's own before anybody else's.
+evicted. The oldest others are; under quotas those alone that are of the tenant who wants pages.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Int32
 
-from geojax.bicache.pages import NoPagesError, Pages, QuotaError, pages_of
+from geojax.bicache.pages import CrowdedError, NoPagesError, Pages, QuotaError, pages_of
 from geojax.config import require
 
 Segments = Sequence[Sequence[int] | Int32[np.ndarray, " n"]]
@@ -103,6 +103,10 @@ class Store:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def entries(self) -> list[Entry]:
+        return list(self._entries.values())
 
     @property
     def kv_pages(self) -> int:
@@ -216,34 +220,49 @@ class Store:
                 else:
                     self._drop(entry)
 
-    def make_room(self, kv_pages: int, hidden_pages: int = 0, salt: str | None = None) -> None:
-        """Evict until so many pages are free: under quotas those of `salt` first, the oldest first.
+    def make_room(self, kv_pages: int, hidden_pages: int = 0, salt: str = "") -> None:
+        """Evict until so many pages are free, the oldest first; under quotas those of `salt` only.
 
-        NoPagesError, and nothing is evicted, where what is in use stands against it.
+        NoPagesError, and nothing is evicted, where what is in use or others' stands against it.
         """
         with self._lock:
-            kv, hidden = self._free_at_most()
-            if kv < kv_pages or hidden < hidden_pages:
-                raise NoPagesError(
-                    f"{kv_pages} key/value and {hidden_pages} hidden pages are wanted, "
-                    f"{self._kv.free} and {self._hidden.free} are free, and {kv} and {hidden} can "
-                    "be; wait for requests to end, or raise the pool's bytes"
-                )
+            self._check_room(kv_pages, hidden_pages, salt)
             while self._kv.free < kv_pages or self._hidden.free < hidden_pages:
-                own = self._oldest(lambda entry: entry.salt == salt) if self.quota else None
-                victim = own or self._oldest(lambda entry: True)
-                assert victim, "there is as much as was counted"
-                self._evict(victim)
+                self._evict_oldest(salt)
 
-    def _free_at_most(self) -> tuple[int, int]:
-        """Pages of each kind that are free, or can be: what neither a user nor a pin keeps."""
+    def _check_room(self, kv_pages: int, hidden_pages: int, salt: str) -> None:
+        idle = self._idle(salt)
+        kv = self._kv.free + sum(entry.kv.size for entry in idle)
+        hidden = self._hidden.free + sum(entry.hidden.size for entry in idle)
+        if kv < kv_pages or hidden < hidden_pages:
+            message = (
+                f"{kv_pages} key/value and {hidden_pages} hidden pages are wanted, "
+                f"{self._kv.free} and {self._hidden.free} are free, and {kv} and {hidden} can be"
+            )
+            theirs = [e for e in self._entries.values() if self.quota and e.salt != salt]
+            most_kv = self._kv.count - 1 - sum(entry.kv.size for entry in theirs)
+            most_hidden = self._hidden.count - 1 - sum(entry.hidden.size for entry in theirs)
+            if theirs and (kv_pages > most_kv or hidden_pages > most_hidden):
+                raise CrowdedError(
+                    f"{message}; prefixes of others stay, within their quotas: lower these, or "
+                    "raise the pool's bytes"
+                )
+            raise NoPagesError(f"{message}; wait for requests to end, or raise the pool's bytes")
+
+    def _idle(self, salt: str) -> list[Entry]:
+        """What may go for the sake of `salt`, sooner or later: what neither a user nor a pin keeps,
+        and under quotas no other tenant's."""
         kept: set[bytes] = set()
         for entry in self._entries.values():
             if entry.users or entry.pinned or not entry.ready.is_set():
                 kept |= {e.key for e in entry.chain()}
-        idle = [e for e in self._entries.values() if e.key not in kept]
-        kv, hidden = (sum(getattr(e, name).size for e in idle) for name in ("kv", "hidden"))
-        return self._kv.free + kv, self._hidden.free + hidden
+        mine = [e for e in self._entries.values() if not self.quota or e.salt == salt]
+        return [e for e in mine if e.key not in kept]
+
+    def _evict_oldest(self, salt: str) -> None:
+        victim = self._oldest(lambda entry: not self.quota or entry.salt == salt)
+        assert victim, "there is as much as was counted"
+        self._evict(victim)
 
     def _hold(self, key: bytes, parent: Entry | None, tokens, salt: str, build) -> Entry:
         with self._lock:
@@ -288,14 +307,16 @@ class Store:
                 f"a segment of {len(tokens)} tokens takes {kv} pages, more than the quota of "
                 f"{self.quota}; raise it, or send the segment in parts",
             )
-            while self._held(salt) + kv > self.quota:
-                victim = self._oldest(lambda entry: entry.salt == salt)
-                if victim is None:
-                    raise QuotaError(
-                        f"salt {salt!r} holds {self._held(salt)} pages, all in use, wants {kv} "
-                        f"more, and its quota is {self.quota}; wait, or raise it"
-                    )
-                self._evict(victim)
+            held = self._held(salt)
+            fixed = held - sum(entry.kv.size for entry in self._idle(salt))
+            if fixed + kv > self.quota:
+                raise QuotaError(
+                    f"salt {salt!r} holds {held} pages, {fixed} of them in use or pinned, wants "
+                    f"{kv} more, and its quota is {self.quota}; wait, or raise it"
+                )
+        self._check_room(kv, hidden, salt)  # before anything goes
+        while self.quota is not None and self._held(salt) + kv > self.quota:
+            self._evict_oldest(salt)
         self.make_room(kv, hidden, salt)
         entry = Entry(
             key,

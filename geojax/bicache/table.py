@@ -2,23 +2,24 @@
 """`geojax profile depth`: profiles of a model, the table of depths that follows, as a file.
 
 Invariant: a table names the weights and the builder that it was made with, and is refused for
-others.
+others; it names the kinds of prefixes that it covers, and an engine warns of others.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import tyro
 from jaxtyping import Int, Int32
 from rich.console import Console
 
-from geojax.bicache.depth import Depths, Guard, ShareProfile
+from geojax.bicache.depth import Covered, Depths, Guard, ShareProfile
 from geojax.bicache.depth_report import depth_lines, depth_table, plot_profiles
-from geojax.bicache.profile import by_cosine, by_output, profile_share
+from geojax.bicache.profile import by_cosine, by_output, doubling, profile_share, worst_of
 from geojax.bicache.store import Builder
 from geojax.config import ConfigError, DataConfig, SourceConfig, TokenizerConfig, require
 from geojax.data import both_splits, prepare, tasks
@@ -29,6 +30,7 @@ from geojax.models.weights.special import TOKENIZER
 from geojax.track.environment import machine
 from geojax.track.metrics import NewFile, to_json, write_atomically
 
+_BOUNDS = {"cosine": 0.97, "output": 0.05}
 _MARGIN = 1.5  # of a guard's bound over what 99 of 100 profiled requests do not exceed
 
 
@@ -48,13 +50,16 @@ class DepthOptions:
     """Requests of each share; of tasks as many of each, and the worst of them counts."""
     criterion: Literal["cosine", "output"] = "output"
     """cosine: of keys and values, as published; output: of what the model predicts."""
-    least_cosine: float = 0.97
-    """cosine: every layer's below the depth."""
-    most_kl: float = 0.05
+    least_cosine: float | None = None
+    """cosine: every layer's below the depth; unset: 0.97."""
+    most_kl: float | None = None
     """output: the 95th percentile of the divergence of predictions, in nats, under the share of
-    masks where it is worst."""
+    masks where it is worst; unset: 0.05."""
     builder: Builder = "prefix"
     """prefix: keys and values of the prefix alone; canvas: with masks behind it."""
+    segments: Covered = "both"
+    """whole: prefixes built in one piece; chained: in segments that double in length, each after
+    those before it, as `geojax serve` builds them; both: the worse of the two at each depth."""
     source: SourceConfig = SourceConfig()
     """Text of the requests; a run of tasks takes those."""
 
@@ -71,26 +76,43 @@ def run_depth(options: DepthOptions) -> None:
         len(set(options.shares)) == len(options.shares),
         f"shares {options.shares} name one twice; leave one of them out",
     )
+    picture = options.out.with_suffix(".png")
+    require(
+        picture != options.out,
+        f"out {options.out} is where the picture goes; name the table something.json",
+    )
+    by_cosines = options.criterion == "cosine"
+    given = options.most_kl if by_cosines else options.least_cosine
+    require(
+        given is None,
+        f"{'most-kl' if by_cosines else 'least-cosine'} {given} means nothing to criterion "
+        f"{options.criterion!r}; leave it out, or change the criterion",
+    )
+    bound = options.least_cosine if by_cosines else options.most_kl
+    bound = _BOUNDS[options.criterion] if bound is None else bound
     options.out.parent.mkdir(parents=True, exist_ok=True)
     model, console = load(options.model), Console(highlight=False)
     profiles = []
     for share in sorted(options.shares):
         sequences, first_mask, kinds = _requests(model, options, share)
-        found = profile_share(
-            Transformer(model.config),
-            model.params,
-            sequences,
-            round(share * options.length),
-            model.mask_id,
-            canvas=options.builder == "canvas",
-            first_mask=first_mask,
-            kinds=kinds,
-        )
-        profiles.append(replace(found, share=share))
-    if options.criterion == "cosine":
-        depths = by_cosine(profiles, options.least_cosine)
-    else:
-        depths = by_output(profiles, options.most_kl)
+        # No more than the share, so that what is shared as deep has as much.
+        prefix = max(math.floor(share * options.length + 1e-9), 1)
+        found = [
+            profile_share(
+                Transformer(model.config),
+                model.params,
+                sequences,
+                prefix,
+                model.mask_id,
+                canvas=options.builder == "canvas",
+                first_mask=first_mask,
+                kinds=kinds,
+                ends=ends,
+            )
+            for ends in _chains(options.segments, prefix)
+        ]
+        profiles.append(replace(worst_of(found), share=share))
+    depths = by_cosine(profiles, bound) if by_cosines else by_output(profiles, bound)
     for profile in profiles:
         console.print(depth_table(profile))
     for line in depth_lines(depths, model.config.layers):
@@ -99,7 +121,8 @@ def run_depth(options: DepthOptions) -> None:
         "revision": model.revision,
         "builder": options.builder,
         "criterion": options.criterion,
-        "bound": options.least_cosine if options.criterion == "cosine" else options.most_kl,
+        "segments": options.segments,
+        "bound": bound,
         "steps": depths.steps,
         "guard": guard_of(profiles, depths).bounds,
         "length": options.length,
@@ -108,9 +131,14 @@ def run_depth(options: DepthOptions) -> None:
         "profiles": [asdict(profile) for profile in profiles],
     }
     write_atomically(options.out, json.dumps(to_json(content), indent=2) + "\n")
-    picture = options.out.with_suffix(".png")
     plot_profiles(profiles, picture)
     console.print(f"wrote {options.out} and {picture}", soft_wrap=True)
+
+
+def _chains(covered: Covered, prefix: int) -> list[tuple[int, ...]]:
+    """Where segments end, in each way of building a prefix."""
+    ways = {"whole": (prefix,), "chained": doubling(prefix)}
+    return [ends for name, ends in ways.items() if covered in (name, "both")]
 
 
 def guard_of(profiles: Sequence[ShareProfile], depths: Depths) -> Guard:
@@ -131,7 +159,10 @@ def read_table(path: Path, revision: str, builder: Builder) -> tuple[Depths, Gua
         steps = tuple((float(share), int(depth)) for share, depth in found["steps"])
         bounds = tuple((int(depth), float(drift)) for depth, drift in found["guard"])
         theirs = (found["revision"], found["builder"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        covers = found.get("segments", "whole")
+        if covers not in get_args(Covered):
+            raise ValueError(f"segments {covers!r}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError(
             f"{path} is no table of depths ({error}); make one with `geojax profile depth`"
         ) from error
@@ -140,7 +171,7 @@ def read_table(path: Path, revision: str, builder: Builder) -> tuple[Depths, Gua
         f"{path} is of weights {theirs[0]} and builder {theirs[1]!r}, not of {revision} and "
         f"{builder!r}; make one of these with `geojax profile depth`",
     )
-    return Depths(steps), Guard(bounds)
+    return Depths(steps, covers), Guard(bounds)
 
 
 def _requests(

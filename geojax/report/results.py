@@ -124,7 +124,7 @@ _KINDS = (
         "profiles steps criterion",
         "",
         parts.depths_parts,
-        "revision builder criterion bound length count",
+        "revision builder segments criterion bound length count",
     ),
     _kind(
         "what reuse of prefixes costs in accuracy",
@@ -136,7 +136,7 @@ _KINDS = (
     ),
     _kind(
         "what the guard saves",
-        "bench guard --json",
+        "bench guard",
         "watches revision",
         "",
         parts.guard_parts,

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from geojax.bicache.engine import Engine, Slot
-from geojax.bicache.pages import NoPagesError, QuotaError
+from geojax.bicache.pages import CrowdedError, NoPagesError, QuotaError
 from geojax.config import ConfigError
 from geojax.serve.errors import ApiError
 from geojax.serve.metrics import Metrics
@@ -87,7 +87,14 @@ class Rows:
                     return
                 skipped.add(ticket.tenant.name)
                 continue
-            except NoPagesError:
+            except NoPagesError as error:
+                if not self._running or isinstance(error, CrowdedError):
+                    # Nobody's end will free a page for it.
+                    with self._lock:
+                        (self._growing.remove if growing else self._waiting.drop)(ticket)
+                    message = f"memory is short: {error}"
+                    ticket.end(error=ApiError(503, message, "no_memory", retry_seconds=5))
+                    continue
                 ticket.blocked = now if ticket.blocked is None else ticket.blocked
                 if growing or now - ticket.blocked > self.pace.patience_seconds:
                     return  # nobody passes it any more
@@ -121,7 +128,7 @@ class Rows:
         try:
             slot = engine.admit(ticket.job(engine.sampler.mask_id))
         except (ConfigError, NoPagesError) as error:
-            fatal = isinstance(error, ConfigError) or alone
+            fatal = isinstance(error, ConfigError | CrowdedError) or alone
             if not (fatal and ticket.segments):
                 raise
             ticket.segments = ()
@@ -144,16 +151,8 @@ class Rows:
         shape = self.engine.shapes.of(slots)
         before = [int(slot.canvas.steps[0]) for slot in slots]
         began = time.monotonic()
-        try:
-            steps = self._quantum.steps(shape, any(t.ask.watched for t in tickets))
-            self.engine.run(slots, steps)
-        except NoPagesError:
-            # A prefix that stopped being shared found no memory of its own.
-            error = ApiError(503, "memory is short; try again", "no_memory", retry_seconds=1)
-            for ticket in tickets:
-                self.leave(ticket)
-                ticket.end(error=error)
-            return
+        steps = self._quantum.steps(shape, any(t.ask.watched for t in tickets))
+        self.engine.run(slots, steps)
         took = [int(s.canvas.steps[0]) - b for s, b in zip(slots, before, strict=True)]
         self._quantum.learn(shape, max(took), time.monotonic() - began)
         self.metrics.on_quantum(sum(took), time.monotonic() - began)

@@ -2,6 +2,7 @@
 """`geojax bench throughput`: what it predicts, and that it keeps what was measured."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -48,12 +49,57 @@ def test_operations_are_those_of_the_formula(share, every, depth):
         ({"rounds": 0}, "rounds 0 must be at least 1"),
         ({"batches": (1, 0)}, "at least 1 each"),
         ({"layers": 1}, "layers 1 must be at least 2"),
+        ({"dim": 100}, "dim 100 must be a multiple of 16: .* use 96"),
+        ({"dim": 0}, "use 16"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_first(options, words, tmp_path):
     with pytest.raises(ConfigError, match=words):
         run_throughput(ThroughputOptions(out=tmp_path / "out", **options))
     assert not (tmp_path / "out").exists()
+
+
+def made(sampler, batch, share, options):
+    """A point without a measurement."""
+    rows = tuple(
+        throughput.Row(batch, share, name, every, 2.0, 1.0, 3.0, 2.5)
+        for name, every in throughput.POLICIES
+    )
+    seconds = (1.0, 0.4, 0.03)
+    return throughput.Point(batch, share, options.length, 1, *seconds, throughput.machine(), rows)
+
+
+def test_points_of_each_length_are_kept_and_damaged_ones_are_measured_again(tmp_path, monkeypatch):
+    measured = []
+
+    def measure(sampler, batch, share, options):
+        measured.append((batch, share, options.length))
+        return made(sampler, batch, share, options)
+
+    monkeypatch.setattr(throughput, "_measure", measure)
+    monkeypatch.setattr(throughput, "init_params", lambda config, seed: {})
+    monkeypatch.setattr(throughput, "_plot", lambda points, path: None)
+    for length in (400, 500, 400, 500):
+        run_throughput(ThroughputOptions(tmp_path, (1,), length=length, layers=2, dim=32, rounds=1))
+    assert len(measured) == len(set(measured)) == 6
+    for share, text in ((0.5, '{"batch": 1,'), (0.7, "[]"), (0.9, "{}")):
+        (tmp_path / f"batch1-share{share}-length400.json").write_text(text)
+    run_throughput(ThroughputOptions(tmp_path, (1,), length=400, layers=2, dim=32, rounds=1))
+    assert sorted(measured[6:]) == sorted(measured[:3])
+
+
+def test_the_notes_say_from_which_refresh_a_shared_prefix_pays():
+    options = ThroughputOptions(length=400, rounds=1)
+    point = made(None, 4, 0.5, options)
+    notes = throughput.notes(point, 6)
+    assert notes[0] == "No reuse: 1.00 s, 128.0 tokens/s."  # 4 blocks of 32
+    # 400 ms at 30 a refresh: the fourteenth is the first that has saved more.
+    assert "takes 400 ms to build (1200 row-layers)" in notes[-1]
+    assert "saves 30 ms: it pays from refresh 14 on" in notes[-1]
+    for saved in (0.0, -0.1):
+        lines = throughput.notes(replace(point, saved_seconds=saved), 6)
+        assert lines[-1] == "A refresh takes no less where the prefix is shared."
+    assert "from refresh 1 on" in throughput.notes(replace(point, build_seconds=-0.1), 6)[-1]
 
 
 @pytest.mark.full
@@ -69,7 +115,7 @@ def test_a_point_that_was_measured_is_kept(tmp_path, monkeypatch, capsys):
     assert run_throughput(options) == points
     # Other options measure again.
     monkeypatch.setattr(throughput, "_measure", measure)
-    (tmp_path / "batch1-share0.5.json").unlink()
+    (tmp_path / "batch1-share0.5-length400.json").unlink()
     assert run_throughput(options)[1:] == points[1:]
     assert json.loads((tmp_path / "throughput.json").read_text())["points"][1]["share"] == 0.7
     assert (tmp_path / "throughput.png").stat().st_size > 5000

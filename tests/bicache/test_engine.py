@@ -11,10 +11,11 @@ import slow_engine
 
 from geojax.bicache.depth import Depths
 from geojax.bicache.engine import Engine, Job, Sizes
-from geojax.bicache.pages import NoPagesError
+from geojax.bicache.pages import NoPagesError, kv_page_bytes
 from geojax.bicache.policy import get_policy
-from geojax.bicache.shapes import bucket, buckets
+from geojax.bicache.shapes import bucket, buckets, page_bucket, page_buckets
 from geojax.config import ConfigError, RunError
+from geojax.diffusion.choose import read
 from geojax.diffusion.request import Request, SamplingConfig, prompt
 from geojax.diffusion.sampler import Sampler
 from geojax.models.config import TransformerConfig
@@ -139,6 +140,48 @@ def test_refreshing_all_at_every_step_is_no_reuse():
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [
+        ("bicache", 1),
+        pytest.param("refresh", 1, marks=LONG),
+        pytest.param("none", None, marks=LONG),
+    ],
+)
+def test_logits_are_those_without_a_cache_where_all_is_refreshed(name, every):
+    """Nothing is shared at depth 0, and at every step nothing is kept."""
+    seen = {}
+
+    def reading(logits, forbidden, draws, step, positions):
+        jax.debug.callback(lambda z, at: seen.update({int(at[0]): z[0]}), logits, step)
+        return read(logits, forbidden, draws, step, positions)
+
+    usual = init_params(LLADA, 1)  # larger ones round more
+    mine = replace(sampler(), params=usual, read=reading)
+    made = Engine(mine, get_policy(name, every), SIZES, Depths(((0.0, 0),)))
+    (found,) = made.answer(JOBS[:1])
+    jax.effects_barrier()
+    assert len(made.store) == 0
+    (plain, tokens), (full, _) = (
+        trace_of(slow_engine.SlowModel(LLADA, usual), JOBS[0], *how)
+        for how in (("none", 0), ("full", LLADA.layers))
+    )
+    np.testing.assert_array_equal(found.tokens, tokens)
+    assert sorted(seen) == list(range(len(plain)))
+    for step, logits in enumerate(plain):
+        assert np.abs(seen[step][: len(logits), :VOCAB] - logits).max() < 1e-5
+    # Reuse would show.
+    assert np.abs(full[0] - plain[0]).max() > 1e-3
+
+
+def trace_of(model, job, name, depth):
+    """Logits of each step, and the answer."""
+    trace = []
+    policy = get_policy(name)
+    tokens = slow_engine.answer(model, job.request, policy, MASK, job.segments, depth, trace=trace)
+    return trace, tokens
+
+
 @pytest.mark.parametrize(("name", "every"), [("bicache", 3), ("bicache-dual", 3)])
 def test_answers_do_not_depend_on_the_batch_its_order_or_what_is_stored(name, every):
     together, made = answers(name, every), engine(name, every)
@@ -165,7 +208,6 @@ def test_rows_may_join_and_leave_between_calls():
             np.testing.assert_array_equal(made.result(slot).tokens, expected[number].tokens)
             made.leave(slot)
     made.check_books()
-    assert made.kv.taken == made.store.kv_pages
 
 
 def test_requests_of_one_prefix_share_its_pages():
@@ -201,8 +243,8 @@ def test_work_is_what_the_definitions_say():
     job = Job(request(5, 48, 16, block=0), (40,))  # a share of 0.625: 2 of 4 layers
     made.answer([job])
     steps, refreshes = 16, 6
-    # Computed are a bucket of 64 rows, and three pages.
-    computed = steps * 64 * 4 + refreshes * 3 * PAGE * 2
+    # Computed are a bucket of 64 rows, and four pages.
+    computed = steps * 64 * 4 + refreshes * 4 * PAGE * 2
     useful = {"suffix": steps * 24 * 4, "prefix": refreshes * 40 * 2, "probes": 0}
     assert made.work == useful | {"computed": computed}
 
@@ -220,13 +262,18 @@ def test_memory_that_is_too_small_is_refused_and_nothing_leaks():
     with pytest.raises(ConfigError, match=r"takes \d+ pages, and there are \d+; raise kv_bytes"):
         made.admit(Job(request(0, 400, 8), (390,)))
     assert slots
-    made.check_books()
+    made.check_books(slots)
+    with pytest.raises(AssertionError):
+        made.check_books(slots[1:])  # what a request holds is missed
     for slot in slots:
         made.leave(slot)
-    assert made.kv.taken == made.store.kv_pages
-    # Now that they are gone, others fit: idle entries make room.
-    assert len(made.answer([next(jobs)])) == 1
-    assert made.store.counts.evictions
+    made.check_books()
+    # Now that they are gone, others fit: idle entries make room, and answers stay what they are.
+    for _ in range(3):
+        evicted, job = made.store.counts.evictions, next(jobs)
+        (found,) = made.answer([job])
+        assert made.store.counts.evictions > evicted
+        np.testing.assert_array_equal(found.tokens, slow("bicache", 3, job))
 
 
 @pytest.mark.parametrize(
@@ -292,6 +339,8 @@ def test_buckets_are_powers_of_two_and_half_as_much_again():
         found = bucket(size)
         assert size <= found <= max(1.5 * size, 2 * size if size < 2 else 0)
         assert bucket(found) == found
+        assert size <= page_bucket(size) <= max(1.5 * size + 2, 2)
+    assert page_buckets(7) == [0, 2, 4, 6, 8]
 
 
 def test_segments_are_found_for_a_request():
@@ -302,6 +351,37 @@ def test_segments_are_found_for_a_request():
     assert made.segments(asked) == (PAGE,)
     assert made.segments(asked, ends=[5, 20]) == (5, 15)
     assert made.segments(asked, salt="other") == ()
+
+
+def test_a_prefix_may_be_built_ahead_and_kept(monkeypatch):
+    per = kv_page_bytes(LLADA, np.float32, PAGE)
+    made = Engine(sampler(), get_policy("bicache", 3), Sizes(25 * per, 1e6, page=PAGE), DEPTHS)
+    built = []
+    monkeypatch.setattr(made, "_build", lambda job, entry: built.append(entry))
+    first = JOBS[0]  # three pages: nine of the store's three layers, six of its own two
+    made.pin(first)
+    made.check_books()
+    for seed in range(20, 24):  # there is room for one more beside it
+        made.leave(made.admit(Job(request(seed, 45, 20), (40,))))
+    assert made.store.counts.evictions == 3
+    made.leave(made.admit(first))
+    assert len(built) == 5  # not again
+    made.pin(first, False)
+    for seed in (30, 31):
+        made.leave(made.admit(Job(request(seed, 45, 20), (40,))))
+    assert built[0] not in made.store.entries
+    with pytest.raises(ConfigError, match=r"shared in no layer .* pin a longer prefix"):
+        made.pin(JOBS[2])
+
+
+def test_prefixes_that_the_table_was_not_made_for_are_named_once(monkeypatch, caplog):
+    table = replace(DEPTHS, covers="whole")
+    made = Engine(sampler(), get_policy("bicache", 3), SIZES, table)
+    monkeypatch.setattr(made, "_build", lambda job, entry: None)
+    for job in (JOBS[0], JOBS[1], JOBS[1]):
+        made.leave(made.admit(job))
+    assert len(caplog.records) == 1
+    assert "is of whole prefixes, and a chained one is shared by it" in caplog.text
 
 
 def test_policies_and_tables_that_mean_nothing_are_refused():
@@ -317,6 +397,7 @@ def test_policies_and_tables_that_mean_nothing_are_refused():
         Depths(((0.0, 2), (0.5, 1)))
     assert [DEPTHS.at(r) for r in (0.0, 0.49, 0.5, 0.8)] == [1, 1, 2, 3]
     assert Depths(((0.5, 2),)).at(0.4) == 0
-    assert Depths(((0.7, 2),)).at(67 / 96) == 2  # 0.698
+    assert Depths(((0.7, 2),)).at(67 / 96) == 0  # 0.698
+    assert Depths(((0.7, 2),)).at(56 / 80) == Depths(((0.29, 2),)).at(29 / 100) == 2
     with pytest.raises(ConfigError, match="shares 9 layers, and the model has 4"):
         Engine(sampler(), get_policy("bicache"), SIZES, Depths(((0.0, 9),)))

@@ -14,6 +14,7 @@ from geojax.bicache.kernels import choose as choosing
 from geojax.bicache.kernels import reference
 from geojax.bicache.kernels.choose import Choice, attend, choose, choose_for
 from geojax.bicache.kernels.reference import TEMPORARIES_BYTES, Part, attend_xla, merge
+from geojax.bicache.pages import PAGE
 from geojax.meshes.aot import compiled_memory
 from geojax.models.attention import NEVER
 
@@ -97,19 +98,25 @@ def test_halves_merge_to_the_whole():
 
 
 def _specs(b, t, h, k, e, p, s, entries, dtype):
+    """`entries`: None: all rows share one prefix; a number of prefixes, of which each row names
+    one; or "pages", which each row names in a table, as the engine's do."""
+
     def spec(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype)
 
+    own = Part(spec(b, s, k, e), spec(b, s, k, e), spec(b, dtype=jnp.int32))
+    if entries == "pages":
+        table, page = spec(b, p // PAGE, dtype=jnp.int32), spec(b * p // PAGE, PAGE, k, e)
+        return spec(b, t, h, e), Part(page, page, table), own, table
     lead = () if entries is None else (entries,)
     index = None if entries is None else spec(b, dtype=jnp.int32)
     lengths = index or spec(dtype=jnp.int32)
     prefix = Part(spec(*lead, p, k, e), spec(*lead, p, k, e), lengths)
-    own = Part(spec(b, s, k, e), spec(b, s, k, e), spec(b, dtype=jnp.int32))
     return spec(b, t, h, e), prefix, own, index
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("entries", [None, 4])
+@pytest.mark.parametrize("entries", [None, 4, "pages"])
 def test_temporaries_are_bounded_whatever_the_prefix(dtype, entries):
     for b, p in [(4, 2048), (16, 16384)]:
         args = _specs(b, 32, 8, 4, 128, p, 256, entries, dtype)

@@ -4,6 +4,8 @@
 import os
 import subprocess
 import sys
+from argparse import Namespace
+from itertools import count
 from pathlib import Path
 
 import jax
@@ -12,6 +14,7 @@ import pytest
 from attention64 import assert_close, inputs, named, part
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from benchmarks import kernel
 from geojax.bicache.kernels import mosaic_gpu
 from geojax.bicache.kernels.mosaic_body import Tiling
 from geojax.bicache.kernels.mosaic_gpu import CORES, attend_mosaic, tiling
@@ -166,6 +169,21 @@ def _benchmark(*options):
     return subprocess.run(command, capture_output=True, text=True)
 
 
+def test_the_benchmark_begins_no_case_after_its_time_and_names_what_it_left_out(capsys):
+    clock = count()
+    items = [("a", 1), ("b", 2), ("c", 3)]
+    assert list(kernel.within(items, 3, lambda: next(clock))) == items[:2]
+    assert capsys.readouterr().out == "left out, no time: c 3\n"
+    assert list(kernel.within(items, 9, lambda: next(clock))) == items
+    assert capsys.readouterr().out == ""
+    options = Namespace(
+        prefixes=[8], batches=[1], blocks=[4], own=2, entries=[0, 4], pages=[64], models=["a", "b"]
+    )
+    cases = kernel.cases_of(options)
+    assert [name for name, _ in cases] == ["a", "b"] * 3
+    assert [(case.entries, case.page) for _, case in cases[::2]] == [(0, 0), (4, 0), (0, 64)]
+
+
 def test_the_benchmark_refuses_a_machine_without_a_gpu():
     done = _benchmark("--prefixes", "1024")
     assert done.returncode == 1
@@ -177,6 +195,6 @@ def test_the_benchmark_refuses_a_machine_without_a_gpu():
 def test_the_benchmark_compares_under_the_interpreter_and_times_nothing():
     done = _benchmark("--interpret")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("error") == 4
+    assert done.stdout.count("error") == 6
     assert "these times say nothing" in done.stdout
     assert " us " not in done.stdout

@@ -4,17 +4,27 @@
 import json
 import math
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import slow_engine
 
 from geojax.bicache.depth import Depths
-from geojax.bicache.profile import Effect, ShareProfile, by_cosine, by_output, profile_share
-from geojax.bicache.table import guard_of, read_table
+from geojax.bicache.profile import (
+    Effect,
+    ShareProfile,
+    by_cosine,
+    by_output,
+    doubling,
+    profile_share,
+    worst_of,
+)
+from geojax.bicache.table import DepthOptions, guard_of, read_table, run_depth
 from geojax.config import ConfigError
 from geojax.models.config import TransformerConfig
-from geojax.models.transformer import Transformer, init_params, make_apply
+from geojax.models.transformer import Transformer, init_params
 
 MASK, VOCAB = 31, 32
 MODEL = TransformerConfig(
@@ -53,16 +63,58 @@ def test_nothing_moves_before_the_first_attention(profile):
     assert profile.share == 0.5
 
 
-def test_the_effect_is_that_of_passes_in_which_the_prefix_does_not_see_the_rest(params, sequences):
-    """At full depth, the prefix's rows are those of the prefix alone: its own logits are too."""
+@pytest.mark.parametrize("ends", [(12,), (2, 3, 6, 12)])
+def test_the_effect_is_that_of_passes_in_which_the_prefix_does_not_see_the_rest(
+    params, sequences, ends
+):
+    """At full depth: a segment's rows see those before it and its own, and the rest sees all."""
     tokens = sequences[:2].copy()
     tokens[:, 12:] = MASK
-    apply = make_apply(MODEL)
-    places = np.broadcast_to(np.arange(24), tokens.shape)
-    whole = jax.nn.log_softmax(apply(params, tokens, places))[:, 12:]
-    found = profile_share(Transformer(MODEL), params, sequences[:2], 12, MASK, masked=(1.0,))
+    model = slow_engine.SlowModel(MODEL, params)
+    found = profile_share(
+        Transformer(MODEL), params, sequences[:2], 12, MASK, masked=(1.0,), ends=ends
+    )
+    segment = np.searchsorted(ends, np.arange(24), side="right")
+    blind = segment[:, None] >= segment  # the rest is the last segment
+    divergences = []
+    for row in tokens:
+        logs = []
+        for seen in (np.ones((24, 24), bool), blind):
+            x = model.embed(row)
+            for layer in range(MODEL.layers):
+                q, k, v = model.project(layer, x, np.arange(24))
+                mixed = [model.attend(q[i : i + 1], k[s], v[s])[0] for i, s in enumerate(seen)]
+                x = model.finish(layer, x, np.array(mixed))
+            z = model.logits(x[12:])
+            logs.append(z - np.log(np.exp(z).sum(-1, keepdims=True)))
+        divergences.append((np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1))
     assert found.effects[0].kl == pytest.approx(0, abs=1e-6)
-    assert 0 < found.effects[-1].kl < float(-whole.min())
+    assert found.effects[-1].kl == pytest.approx(np.mean(divergences), rel=1e-3)
+    assert found.effects[-1].kl > 1e-3
+
+
+def test_the_worse_of_two_ways_to_build_counts_at_each_depth():
+    whole = made(0.5, (1.0, 0.98, 0.99), (0, 1e-3, 1e-2, 1e-2))
+    chained = made(0.5, (1.0, 0.99, 0.90), (0, 1e-4, 0.5, 0.5))
+    both = worst_of([whole, chained])
+    assert both.key_cosine == (1.0, 0.98, 0.90)
+    assert [e.kl for e in both.effects] == [0, 1e-3, 0.5, 0.5]
+    assert by_output([both], 0.05).steps == ((0.5, 1),)
+    assert doubling(100) == (13, 25, 50, 100)
+    assert doubling(1) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"out": Path("depths.png")}, "is where the picture goes"),
+        ({"least_cosine": 0.9}, "least-cosine 0.9 means nothing to criterion 'output'"),
+        ({"criterion": "cosine", "most_kl": 0.1}, "most-kl 0.1 means nothing to criterion 'cosine"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        run_depth(DepthOptions(Path("nowhere"), **changes))
 
 
 def test_a_canvas_behind_the_prefix_brings_its_keys_nearer(params, sequences):
@@ -122,26 +174,29 @@ def test_a_prefix_that_leaves_nothing_is_refused(params, sequences):
 
 def test_a_table_of_other_weights_or_another_builder_is_refused(tmp_path):
     path = tmp_path / "depths.json"
-    path.write_text(
-        json.dumps(
-            {
-                "revision": "abc",
-                "builder": "prefix",
-                "steps": [[0.5, 1], [0.9, 4]],
-                "guard": [[1, 0.1]],
-            }
-        )
-    )
+    content = {
+        "revision": "abc",
+        "builder": "prefix",
+        "steps": [[0.5, 1], [0.9, 4]],
+        "guard": [[1, 0.1]],
+    }
+    for covers in ("whole", "chained", "both"):
+        path.write_text(json.dumps(content | {"segments": covers}))
+        assert read_table(path, "abc", "prefix")[0].covers == covers
+    path.write_text(json.dumps(content))  # of an older version
     depths, guard = read_table(path, "abc", "prefix")
-    assert depths == Depths(((0.5, 1), (0.9, 4)))
+    assert depths == Depths(((0.5, 1), (0.9, 4)), "whole")
     assert (guard.bound(1), guard.bound(4)) == (0.1, math.inf)
     with pytest.raises(ConfigError, match=r"is of weights abc .* make one of these"):
         read_table(path, "abd", "prefix")
     with pytest.raises(ConfigError, match="builder 'prefix', not of abc and 'canvas'"):
         read_table(path, "abc", "canvas")
-    path.write_text("{}")
-    with pytest.raises(ConfigError, match="is no table of depths"):
-        read_table(path, "abc", "prefix")
+    wrong = ["{}", "[]", json.dumps(content | {"segments": "some"})]
+    wrong.append(path.read_text().replace("[0.9, 4]", "[0.9, 1e999]"))
+    for text in wrong:
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="is no table of depths"):
+            read_table(path, "abc", "prefix")
 
 
 def test_a_rare_kind_of_requests_decides_how_deep(params, sequences):

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from geojax.bicache.pages import NoPagesError, Pages
+from geojax.bicache.pages import CrowdedError, NoPagesError, Pages, QuotaError
 from geojax.bicache.store import Store
 from geojax.config import ConfigError
 
@@ -131,13 +131,43 @@ def test_what_can_never_fit_evicts_nobody():
     assert len(store) == 1
 
 
-def test_under_quotas_a_tenant_evicts_its_own_entries_first():
+def test_under_quotas_a_tenant_evicts_its_own_entries():
     store = make(kv=1 + 4 * DEPTH, quota=4 * DEPTH)
     for i in range(2):
         use(store, [i], salt="a")
     for i in range(9):
         use(store, [i], salt="b")
     assert sorted(e.salt for e in store._entries.values()) == ["a", "a", "b", "b"]
+
+
+def test_under_quotas_nobodys_pages_are_had_from_another_tenants_entries():
+    store = make(kv=1 + 6 * DEPTH, quota=5 * DEPTH)
+    for i in range(5):
+        use(store, [i], salt="a")
+    with pytest.raises(CrowdedError, match=r"2 and \d+ can be; prefixes of others stay"):
+        store.make_room(2 * DEPTH, salt="b")  # of a request, not of an entry
+    use(store, [1], salt="b")
+    use(store, [2], salt="b")
+    with pytest.raises(CrowdedError, match="prefixes of others stay"):
+        use(store, range(8), salt="b")
+    held = hold(store, [2], salt="b")
+    with pytest.raises(NoPagesError, match="wait for requests to end") as waits:
+        use(store, [3], salt="b")
+    assert not isinstance(waits.value, CrowdedError)
+    store.release(held)
+    assert sorted(e.salt for e in store._entries.values()) == ["a"] * 5 + ["b"]
+    store.make_room(2 * DEPTH, salt="a")
+    assert sorted(e.salt for e in store._entries.values()) == ["a"] * 3 + ["b"]
+
+
+def test_what_a_quota_refuses_evicts_nothing():
+    store = make(quota=3 * DEPTH)
+    use(store, [0])
+    held = hold(store, [1])
+    with pytest.raises(QuotaError, match="holds 4 pages, 2 of them in use or pinned, wants 6 more"):
+        use(store, range(3 * PAGE))
+    assert (len(store), store.counts.evictions) == (2, 0)
+    store.release(held)
 
 
 def test_one_tenant_cannot_evict_anothers_beyond_its_quota():
@@ -151,7 +181,7 @@ def test_one_tenant_cannot_evict_anothers_beyond_its_quota():
     with pytest.raises(ConfigError, match=r"17 tokens takes 10 pages, more than the quota of 6"):
         use(store, range(17), salt="b")
     kept = [hold(store, [i], salt="b") for i in (6, 7, 8)]
-    with pytest.raises(NoPagesError, match="salt 'b' holds 6 pages, all in use"):
+    with pytest.raises(NoPagesError, match="salt 'b' holds 6 pages, 6 of them in use"):
         use(store, [9], salt="b")
     for chain in kept:
         store.release(chain)
@@ -220,15 +250,34 @@ class Books(RuleBasedStateMachine):
         salt=st.sampled_from(["", "b"]),
     )
     def hold(self, segments, salt):
+        others = self.of_others(salt)
         try:
             chain = self.store.acquire(segments, salt, "prefix", self.build)
         except NoPagesError:
             pinned = any(entry.pinned for entry in self.store._entries.values())
-            assert self.held or pinned, "nobody holds anything, and there is no room"
+            assert self.held or pinned or others, "nobody holds anything, and there is no room"
             return
+        finally:
+            assert self.of_others(salt) == others
         assert [entry.tokens.tolist() for entry in chain] == segments
         assert {entry.salt for entry in chain} == {salt}
         self.held.append(chain)
+
+    def of_others(self, salt):
+        """What the store keeps of other tenants, which `salt` can do nothing about."""
+        return {e.key for e in self.store._entries.values() if e.salt != salt}
+
+    @rule(kv=st.integers(0, 22), hidden=st.integers(0, 11), salt=st.sampled_from(["", "b"]))
+    def make_room(self, kv, hidden, salt):
+        others, evicted = self.of_others(salt), self.store.counts.evictions
+        try:
+            self.store.make_room(kv, hidden, salt)
+        except NoPagesError:
+            assert self.store.counts.evictions == evicted
+        else:
+            assert self.kv.free >= kv
+            assert self.hidden.free >= hidden
+        assert self.of_others(salt) == others
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

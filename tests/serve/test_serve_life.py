@@ -16,6 +16,7 @@ import pytest
 from tiny_serve import CONFIG, PAGE, QuickEngine, letters, running, wait_until
 
 from geojax.bicache.pages import kv_page_bytes
+from geojax.bicache.policy import get_policy
 from geojax.cli import main
 from geojax.serve.options import Limits, Pace
 
@@ -196,6 +197,28 @@ def test_a_tenant_at_its_quota_waits_alone(model, tmp_path):
         bobs = one("bob", "c", 4)
         assert not first.done()
         assert bobs < first.result() < second.result()
+        engine.check_books()
+
+
+def test_who_finds_no_memory_that_could_come_free_is_told(model, tmp_path):
+    """Alice's prefixes stay within her quota, and Bob's request wants more than is left."""
+    keys = tmp_path / "keys"
+    keys.write_text("alice alice-0123456789abcdef\nbob bob-0123456789abcdef\n")
+    per = kv_page_bytes(CONFIG, np.float32, PAGE)
+    engine = QuickEngine(model, kv_bytes=15 * per, quota_bytes=9.5 * per)
+    engine.policy = get_policy("bicache-dual")
+    with running(model, engine, keys=keys) as live:
+
+        def one(name, letter, **kwargs):
+            body = ask(prompt=letter * 48, prefix_tokens=48, **kwargs)
+            return live.post(body, headers={"Authorization": f"Bearer {name}-0123456789abcdef"})
+
+        for letter in "abc":
+            assert one("alice", letter).status_code == 200
+        refused = one("bob", "d")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_memory")
+        assert "prefixes of others stay" in refused.json()["error"]["message"]
+        assert one("bob", "d", max_tokens=4).status_code == 200
         engine.check_books()
 
 
