@@ -6,13 +6,15 @@ the autoregressive model of the same shape.
 
 Both samplers fill the same canvas in the same number of steps, at temperature 0, in turn in one
 process; the numpy one computes logits of the masked positions only, as ours does. Ratios round by
-round. The tokens that both filled are compared as well, and those of bfloat16.
+round. The tokens that both filled are compared as well, and those of bfloat16; and what a trained
+model gives requests in a batch, with what it gives them alone.
 """
 
 import argparse
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -22,9 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from geojax.config import MaskingConfig, OptimizerConfig, TrainConfig
-from geojax.data import empty_batch
+from geojax.data import empty_batch, tasks
 from geojax.data.masking import Masker
-from geojax.diffusion.request import Request, SamplingConfig, prompt
+from geojax.diffusion import exact
+from geojax.diffusion.load import load
+from geojax.diffusion.request import Request, SamplingConfig, masks, prompt
 from geojax.diffusion.sampler import Sampler
 from geojax.meshes.strategy import Strategy
 from geojax.models.config import TransformerConfig
@@ -35,6 +39,7 @@ from geojax.train.program import Program, Task
 MODEL = TransformerConfig(
     vocab_size=4096, dim=256, layers=8, heads=4, kv_heads=4, mlp_dim=704, bidirectional=True
 )
+FIXTURE = Path(__file__).parent.parent / "tests" / "fixtures" / "dlm-tasks"
 MASK, PROMPT, CANVAS, STEPS, BLOCK, BATCH = 4095, 192, 64, 32, 32, 4
 
 
@@ -49,6 +54,7 @@ def main() -> None:
         prompt(rng.integers(0, MASK, PROMPT).tolist(), CANVAS, MASK, ask) for _ in range(BATCH)
     ]
     sampling(params, requests, rounds)
+    batching()
     training(rounds)
     print(f"measured clock, {machine()}")
 
@@ -146,6 +152,30 @@ class Plain:
 def softmax(x: np.ndarray) -> np.ndarray:
     x = np.exp(x - x.max(-1, keepdims=True))
     return x / x.sum(-1, keepdims=True)
+
+
+def batching() -> None:
+    """Tokens that a trained model gives a request otherwise in a batch than alone."""
+    asks = []
+    for task in tasks.TASKS:
+        asks += exact.requests(
+            tasks.make_examples(task.name, None, 8, 0, exact.LENGTH), exact.STEPS
+        )
+    order = np.random.default_rng(0).permutation(len(asks))
+    for dtype in (jnp.float32, jnp.bfloat16):
+        sampler = load(FIXTURE, dtype).sampler()
+        alone = [sampler.sample([ask])[0].tokens for ask in asks]
+        other, count = 0, 0
+        for places in np.array_split(order, len(asks) // 8):
+            found = sampler.sample([asks[i] for i in places])
+            other += sum(
+                int((a.tokens != alone[i]).sum()) for i, a in zip(places, found, strict=True)
+            )
+            count += sum(int(masks(asks[i], tasks.MASK).sum()) for i in places)
+        print(
+            f"tokens otherwise in a batch of 8 of other lengths than alone, {FIXTURE.name}, "
+            f"{jnp.dtype(dtype).name}: {other} of {count}"
+        )
 
 
 def training(rounds: int) -> None:

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from geojax.config import ConfigError, RunError
+from geojax.diffusion.blocks import by_block
 from geojax.diffusion.choose import POLICIES
 from geojax.diffusion.forward import hidden
-from geojax.diffusion.request import Request, SamplingConfig, prompt
+from geojax.diffusion.request import Request, SamplingConfig, masks, prompt
 from geojax.diffusion.sampler import Sampler
 from geojax.models.config import TransformerConfig, get_model
 from geojax.models.transformer import Transformer, init_params, make_apply
@@ -279,6 +280,35 @@ def test_progress_names_what_will_not_change():
     assert filled[-1] == len(ROWS[0].tokens)
     for border, seen in zip(filled, tokens, strict=True):
         np.testing.assert_array_equal(seen[:border], answer.tokens[:border])
+
+
+@pytest.mark.parametrize("steps_a_call", [1, 50])
+def test_blocks_are_told_once_in_order_and_make_up_the_answer(steps_a_call):
+    rows = [
+        *ROWS[:3],
+        Request([5, MASK, 6, *[MASK] * 6, 7, MASK, MASK, 8], SamplingConfig(block=4)),
+    ]
+    told = {i: [] for i in range(len(rows))}
+    on_step = by_block(rows, MASK, lambda i, begin, tokens: told[i].append((begin, tokens.copy())))
+    answers = sampler().sample(rows, on_step, steps_a_call)
+    for i, (row, answer) in enumerate(zip(rows, answers, strict=True)):
+        places = np.flatnonzero(masks(row, MASK))
+        first, end, block = places[0], places[-1] + 1, row.sampling.block or len(row.tokens)
+        assert [begin for begin, _ in told[i]] == list(range(first, end, block))
+        joined = np.concatenate([tokens for _, tokens in told[i]])
+        np.testing.assert_array_equal(joined, answer.tokens[first:end])
+
+
+def test_blocks_end_with_the_end_of_text():
+    request, whole, end = ending()
+    told = []
+    on_step = by_block([request], MASK, lambda i, begin, tokens: told.append(tokens.copy()))
+    (answer,) = sampler(end_ids=(end,)).sample([request], on_step, 1)
+    joined = np.concatenate(told)
+    np.testing.assert_array_equal(joined[: len(answer.new)], answer.new)
+    assert joined[len(answer.new)] == end
+    assert MASK not in joined
+    assert len(told) < len(whole.new) / request.sampling.block
 
 
 def test_one_step_for_each_mask_wherever_they_are():
