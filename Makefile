@@ -13,9 +13,9 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not full and not runs" --durations 10
 
-# Whole runs as a user starts them: every command in README, examples, a wheel, a model's recipe.
+# Whole runs: every command in README, examples, a wheel, a model's recipe, runs that are stopped.
 test-runs: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 -m "runs and not full" --durations 0
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "runs and not full" --durations 0
 
 test-full: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations 0

@@ -204,6 +204,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(text, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.runs
 def test_a_run_is_trained_resumed_and_reported(text, tmp_path, capsys):
     run = tmp_path / "run"
     assert main(train_args(text, run)) == 0

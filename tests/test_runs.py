@@ -29,6 +29,7 @@ from geojax.config import (
 from geojax.models.config import TransformerConfig
 from geojax.track.metrics import read_records
 
+pytestmark = pytest.mark.runs
 QUIET = Console(file=io.StringIO())
 
 

@@ -128,6 +128,7 @@ def records(folder) -> list[dict]:
     ]
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("method", ["halos", "streaming-diloco"])
 def test_a_run_learns_accounts_for_its_time_and_goes_on_where_it_stopped(
     method, base, tmp_path, monkeypatch

@@ -136,7 +136,7 @@ def test_resumed_cursor_sees_what_an_uninterrupted_run_sees(shares, stop):
     assert_same(join(whole), join(before + after))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=10)
 @given(
     st.lists(st.tuples(st.integers(1, 4), st.sampled_from((1, 3, 8, 16))), min_size=2, max_size=5)
 )

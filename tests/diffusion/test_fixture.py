@@ -32,6 +32,7 @@ def test_the_weights_are_those_that_the_docs_name():
     assert re.search(rf"`{digest}`", (ROOT / "docs" / "diffusion.md").read_text())
 
 
+@pytest.mark.runs
 def test_it_answers_the_core_tasks():
     model = load(FIXTURE)
     found = [share_right(model, task, 32) for task in ("copy", "shift", "max")]

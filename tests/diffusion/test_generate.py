@@ -38,6 +38,7 @@ def converted(run):
     return target
 
 
+@pytest.mark.runs
 def test_a_run_reports_a_bound_with_its_error(run):
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluations = [r for r in records if r["kind"] == "eval"]
@@ -60,6 +61,7 @@ def test_a_run_and_its_weights_say_the_same(run, converted, capsys):
     assert len(said[0]) > 5
 
 
+@pytest.mark.runs
 def test_many_prompts_are_answered_as_json(run, tmp_path, capsys):
     prompts = [{"prompt": "One"}, {"prompt": "Two and", "suffix": " end"}, {"prompt": "Three"}]
     path = tmp_path / "prompts.jsonl"

@@ -193,6 +193,7 @@ def test_slices_apart_have_the_bits_and_the_records_of_slices_together(
         assert {**mine, "seconds": 0} == {**theirs, "seconds": 0}
 
 
+@pytest.mark.runs
 def test_slices_apart_that_are_stopped_while_they_go_on_lose_nothing(
     text, whole, tmp_path, monkeypatch
 ):

@@ -75,6 +75,7 @@ def test_slices_apart_have_the_bits_and_the_records_of_slices_together(
     assert all(jax.tree.leaves(same))
 
 
+@pytest.mark.runs
 def test_slices_that_are_stopped_in_a_round_go_on_as_if_nothing_had_happened(
     text, tmp_path, monkeypatch
 ):

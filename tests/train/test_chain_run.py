@@ -193,6 +193,7 @@ def test_nothing_waits_for_a_compiler_but_the_start(config, tmp_path, monkeypatc
     assert all(name.startswith("compile") for name in threads)
 
 
+@pytest.mark.runs
 def test_a_run_stopped_before_its_first_step_goes_on_by_another_strategy(
     cona, tmp_path, monkeypatch
 ):
@@ -246,6 +247,7 @@ def test_cona_killed_while_the_state_moves_takes_the_same_chain(cona, whole, tmp
     same_end(folder, whole)
 
 
+@pytest.mark.runs
 @pytest.mark.xdist_group("one whole run")
 def test_cona_stopped_anywhere_takes_the_same_chain(cona, whole, tmp_path, monkeypatch, seen):
     """At the first chunk of a round, at its last, and where the next round has another batch."""

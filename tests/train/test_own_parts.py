@@ -192,6 +192,7 @@ def batch(tokens):
     return Batch(tokens, np.roll(tokens, -1, -1), weights, np.zeros_like(tokens), places, samples)
 
 
+@pytest.mark.runs
 def test_a_run_goes_on_with_its_own_parts_wherever_their_file_is(text, cache, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text(FILE.read_text())

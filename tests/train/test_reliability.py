@@ -58,6 +58,7 @@ def jumping_clock(monkeypatch):
     monkeypatch.setattr(time, "time_ns", lambda: int((real() + offset[0]) * 1e9))
 
 
+@pytest.mark.runs
 def test_a_run_goes_on_from_the_last_whole_checkpoint_whatever_the_time_of_day(
     text, cache, tmp_path, jumping_clock, capsys
 ):
