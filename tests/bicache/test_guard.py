@@ -78,6 +78,7 @@ def run(engine, spoil=lambda i: False):
     return answers, np.array(retreated)
 
 
+@pytest.mark.runs
 def test_requests_like_the_profiled_ones_are_left_alone(sampler, guard):
     watched = Engine(sampler, get_policy("bicache", EVERY), SIZES, DEPTHS, guard=guard)
     free = Engine(sampler, get_policy("bicache", EVERY), SIZES, DEPTHS)

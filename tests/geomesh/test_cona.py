@@ -187,6 +187,7 @@ def batches(plan) -> list[int]:
     return [w.batch for w in plan.work]
 
 
+@pytest.mark.runs
 def test_batches_and_strategies_of_slices_follow_the_noise(
     config, injected, trainers, tmp_path, monkeypatch
 ):

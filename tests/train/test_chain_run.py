@@ -161,6 +161,7 @@ def test_a_chain_of_batches_sees_every_sequence_once_and_the_rate_follows(config
     assert firsts[1]["round"] == switches[0]["round"] + 1
 
 
+@pytest.mark.runs
 def test_nothing_waits_for_a_compiler_but_the_start(config, tmp_path, monkeypatch):
     """Steps, probes and evaluations of the next leg are compiled beside the rounds."""
     lower, begin, threads = jax.stages.Lowered.compile, engine.Engine.begin, []
