@@ -23,7 +23,10 @@ class Losses:
     def get(
         self, strategy: Strategy, lower: Callable[[Strategy], jax.stages.Lowered]
     ) -> jax.stages.Compiled:
-        """Compiled now, if it is not yet; waits where another thread does that."""
+        """Compiled now, if it is not yet; waits where another thread does that, and for nothing
+        where it is."""
+        if found := self._compiled.get(strategy):
+            return found
         with self._lock:
             if strategy not in self._compiled:
                 self._compiled[strategy] = lower(strategy).compile()

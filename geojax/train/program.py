@@ -227,7 +227,10 @@ class Program:
         return loop.lower(self.abstract_state, chunk, *scalars)
 
     def compile(self, steps: int, probe: bool = False) -> jax.stages.Compiled:
-        """The same, compiled; once for each length of chunk, from any thread."""
+        """The same, compiled; once for each length of chunk, from any thread. What is compiled is
+        there at once, whatever another thread compiles meanwhile."""
+        if found := self._compiled.get((steps, probe)):
+            return found
         with self._lock:
             if (steps, probe) not in self._compiled:
                 self._compiled[steps, probe] = self.lower(steps, probe).compile()

@@ -24,6 +24,7 @@ from geojax.config import ConfigError, OptimizerConfig, ScheduleConfig, TrainCon
 from geojax.data import Batch
 from geojax.meshes.strategy import enumerate_strategies, parse_strategy
 from geojax.train import program as module
+from geojax.train.losses import Losses
 from geojax.train.program import Program, Programs, Task
 from geojax.train.step import init_state
 
@@ -305,6 +306,45 @@ def test_a_strategy_that_cannot_train_is_refused_by_name(text, devices, message)
 
 
 # --- programs ---
+
+
+class Slow:
+    """Stands for what is lowered; compiling waits until it is let go on."""
+
+    def __init__(self):
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def compile(self):
+        self.begun.set()
+        assert self.go_on.wait(60)
+        return self
+
+
+@pytest.mark.parametrize("kind", ["steps", "losses"])
+def test_what_is_compiled_is_had_while_another_thread_compiles(kind, monkeypatch):
+    first, second = Slow(), Slow()
+    if kind == "losses":
+        losses = Losses()
+        gets = [
+            lambda s=s, x=x: losses.get(s, lambda _: x)
+            for s, x in ((FIRST, first), (SECOND, second))
+        ]
+    else:
+        program = Program(task("gpt"), FIRST, jax.devices())
+        monkeypatch.setattr(program, "lower", lambda steps, probe: {7: first, 8: second}[steps])
+        gets = [lambda steps=steps: program.compile(steps) for steps in (7, 8)]
+    first.go_on.set()
+    assert gets[0]() is first
+    other = threading.Thread(target=gets[1])
+    other.start()
+    assert second.begun.wait(60)
+    found = []
+    again = threading.Thread(target=lambda: found.append(gets[0]()), daemon=True)
+    again.start()
+    again.join(10)
+    assert found == [first]
+    second.go_on.set()
+    other.join()
 
 
 class Counted:
