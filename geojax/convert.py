@@ -2,13 +2,14 @@
 """Checkpoints of other formats to a folder that Hugging Face libraries and this package read.
 
 Invariant: the target appears whole or not at all, and a tensor of the source is in it, unchanged
-but for its type, or is named as left out.
+but for its type, or is named as left out; what is in it beside them changes no result.
 """
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from geojax.config import ConfigError, require
 from geojax.data.sources import atomic
@@ -89,6 +90,9 @@ def convert(
         params = load_safetensors(source, config, progress=progress)
     else:
         config, params, tokenizer = read_gguf(source)
+    if config.bidirectional and config.shifted and not config.qkv_bias:
+        progress("an adapted llama: written as a Dream, whose biases are zero")
+        config, params = _as_dream(config, params)
     progress(f"writing {target}")
     try:
         with atomic(target) as temporary:
@@ -109,6 +113,17 @@ def convert(
         ) from error
     tensors = len(file_shapes(huggingface_tensors(config), config))
     return Converted(config, tensors, written, tokenized)
+
+
+def _as_dream(config: TransformerConfig, params: dict[str, Any]) -> tuple[TransformerConfig, Any]:
+    """The same function with biases of zero; without them no library has such a model."""
+    import numpy as np
+
+    blocks = params["blocks"]
+    attention = dict(blocks["attention"])
+    for name in ("query", "key", "value"):
+        attention[f"{name}_bias"] = np.zeros_like(attention[name], shape=attention[name].shape[::2])
+    return replace(config, qkv_bias=True), params | {"blocks": blocks | {"attention": attention}}
 
 
 def run_convert(source: Path, target: Path, dtype: str) -> None:

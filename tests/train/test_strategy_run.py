@@ -2,7 +2,6 @@
 """A run by one strategy: what it records, how it stops, is killed, and goes on by another."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,8 +10,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
-from tiny_run import BATCH, LLAMA, SEQ_LEN, records
+from tiny_run import BATCH, LLAMA, QUIET, SEQ_LEN, records, stop_after
 
 from geojax import runs
 from geojax.config import (
@@ -28,9 +26,6 @@ from geojax.meshes.strategy import parse_strategy
 from geojax.track.report import report
 from geojax.train.checkpoint import Checkpoints
 from geojax.train.program import Program, Task
-
-QUIET = Console(quiet=True)
-
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -86,25 +81,6 @@ def test_a_checkpoint_goes_on_under_other_meshes_and_device_counts(config, tmp_p
     assert set(used) == set(chain)
     losses = [[r["loss"] for r in records(f, "slice")] for f in (folder, whole)]
     np.testing.assert_allclose(losses[0], losses[1], rtol=2e-5)
-
-
-def stop_after(config, folder, rounds, strategy=None):
-    """Run until `rounds` rounds are done, then stop as Ctrl-C does."""
-    from geojax.track.console import RunConsole
-
-    original = RunConsole.step_line
-
-    def step_line(self, record, work):
-        original(self, record, work)
-        if record["step"] == 4 * rounds:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunConsole, "step_line", step_line)
-        if config is not None:
-            assert not runs.start(config, folder, QUIET)
-        else:
-            assert not runs.resume(folder, QUIET, strategy=strategy)
 
 
 @pytest.mark.full  # test_chain_run kills one too
