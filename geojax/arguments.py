@@ -6,14 +6,14 @@ Invariant: a mistake is a ConfigError that says what is wanted.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from geojax.config import ClusterConfig, ConfigError, RunConfig, require, with_chain
+from geojax.config import ClusterConfig, ConfigError, RunConfig, require, with_chain, with_strategy
 from geojax.track.metrics import NewFile, require_writable
 
 
@@ -106,7 +106,7 @@ def steered(args: list[str]) -> tuple[list[str], RunConfig]:
         )
         value, args = args[place + 1], args[:place] + args[place + 2 :]
         if name == "--strategy":
-            config = replace(config, strategy=value, chain=(), cona=None)
+            config = with_strategy(config, value)
         else:
             config = with_chain(config, read_chain(Path(value)))
     return args, config

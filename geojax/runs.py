@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
-from geojax.config import ChainLeg, ClusterConfig, ConfigError, RunConfig, RunError, require
+from geojax.config import (
+    ChainLeg,
+    ClusterConfig,
+    ConfigError,
+    RunConfig,
+    RunError,
+    require,
+    with_strategy,
+)
 from geojax.track.metrics import MetricsWriter, write_atomically
 
 if TYPE_CHECKING:
@@ -121,7 +129,7 @@ def resume(
     folder = Path(folder)
     config = read_config(folder / "config.json")
     if strategy is not None:
-        config = replace(config, strategy=strategy, chain=(), cona=None)
+        config = with_strategy(config, strategy)
     running = with_cluster(config, cluster or ClusterConfig())
     rows = _join(running)
     return _run(running, folder, console, rows, config if strategy is not None else None)

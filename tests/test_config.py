@@ -32,7 +32,11 @@ from geojax.config import (
     TokenizerConfig,
     TrainConfig,
     slice_strategy,
+    with_chain,
+    with_strategy,
 )
+from geojax.configs import load_config
+from geojax.meshes.strategy import parse_strategy
 from geojax.models.config import get_model
 
 WAN = "geomesh-azure"
@@ -480,3 +484,23 @@ def test_every_field_is_read_by_what_runs():
     assert RunConfig in parts
     unread = [f"{p.__name__}.{f.name}" for p in parts for f in fields(p) if f.name not in read]
     assert not unread
+
+
+def test_another_batch_brings_a_rule_for_the_rate_unless_there_is_one():
+    """The rate counts as tuned at the batch that the config had."""
+    config = load_config("gpt-tiny")
+    batch = parse_strategy(config.strategy).global_batch
+    same, other = f"dp1-tp1-pp1-mb1-gb{batch}", f"dp1-tp1-pp1-mb1-gb{2 * batch}"
+    assert with_strategy(config, same).scaling is None
+    assert with_strategy(config, other).scaling == ScalingConfig(batch)
+    chained = with_chain(config, (ChainLeg(0, same), ChainLeg(1000, other)))
+    assert chained.scaling == ScalingConfig(batch)
+    # And not at the batches that came after.
+    assert with_strategy(with_strategy(config, other), same).scaling == ScalingConfig(batch)
+    given = replace(config, scaling=ScalingConfig(4, "linear"))
+    assert with_strategy(given, other).scaling == given.scaling
+    assert with_strategy(replace(config, strategy="", chain=(ChainLeg(0, same),)), other).scaling
+    with pytest.raises(ConfigError, match="'dp0'"):
+        with_strategy(config, "dp0")
+    with pytest.raises(ConfigError, match="'x'"):
+        with_chain(config, (ChainLeg(0, "x"),))

@@ -21,7 +21,7 @@ from geojax.config.geomesh import (
 )
 from geojax.config.grpc import GrpcConfig
 from geojax.config.platform import ClusterConfig, PlatformConfig, WatchdogConfig
-from geojax.config.run import RunConfig, default_masking, with_chain, with_seed
+from geojax.config.run import RunConfig, default_masking, with_chain, with_seed, with_strategy
 from geojax.config.train import (
     AnomalyConfig,
     CheckpointConfig,
@@ -68,4 +68,5 @@ __all__ = [
     "steps_ahead",
     "with_chain",
     "with_seed",
+    "with_strategy",
 ]

@@ -2,6 +2,7 @@
 """A whole run, and the contradictions between its parts."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -358,9 +359,25 @@ def with_seed(config: RunConfig, seed: int) -> RunConfig:
 
 
 def with_chain(config: RunConfig, legs: tuple[ChainLeg, ...]) -> RunConfig:
-    """`config` by a fixed chain. Where it says nothing of other batches than its strategy's, the
-    learning rate counts as tuned at that one, and follows by the rule that is the default."""
-    scaling = config.scaling
-    if scaling is None and config.strategy:
-        scaling = ScalingConfig(parse_strategy(config.strategy).global_batch)
+    """`config` by a fixed chain. Where it says nothing of other batches than its own, the learning
+    rate counts as tuned at that one, and follows by the rule that is the default."""
+    scaling = _scaling_for(config, [leg.strategy for leg in legs])
     return replace(config, strategy="", cona=None, chain=legs, scaling=scaling)
+
+
+def with_strategy(config: RunConfig, strategy: str) -> RunConfig:
+    """`config` by one strategy, in place of the way that it goes by; the learning rate follows its
+    batch as in `with_chain`. ConfigError where it is no strategy."""
+    scaling = _scaling_for(config, [strategy])
+    return replace(config, strategy=strategy, cona=None, chain=(), scaling=scaling)
+
+
+def _scaling_for(config: RunConfig, strategies: Sequence[str]) -> ScalingConfig | None:
+    own = [config.strategy] if config.strategy else [leg.strategy for leg in config.chain]
+    try:
+        tuned, new = ({parse_strategy(text).global_batch for text in x} for x in (own, strategies))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if config.scaling or len(tuned) != 1 or tuned == new:
+        return config.scaling
+    return ScalingConfig(*tuned)

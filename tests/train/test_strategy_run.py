@@ -20,6 +20,7 @@ from geojax.config import (
     LostRunError,
     MaskingConfig,
     OptimizerConfig,
+    ScalingConfig,
     TrainConfig,
 )
 from geojax.meshes.strategy import parse_strategy
@@ -81,6 +82,20 @@ def test_a_checkpoint_goes_on_under_other_meshes_and_device_counts(config, tmp_p
     assert set(used) == set(chain)
     losses = [[r["loss"] for r in records(f, "slice")] for f in (folder, whole)]
     np.testing.assert_allclose(losses[0], losses[1], rtol=2e-5)
+
+
+@pytest.mark.runs
+def test_the_rate_follows_the_batch_of_a_strategy_that_takes_over(config, tmp_path):
+    """By its default rule, from the batch that the run began with; and back again."""
+    folder = tmp_path / "run"
+    stop_after(config, folder, rounds=1)
+    stop_after(None, folder, rounds=3, strategy="dp2-tp1-pp1-mb1-gb4")
+    assert runs.resume(folder, QUIET, strategy="dp1-tp1-pp1-mb8-gb8")
+    rounds = records(folder, "round")
+    assert sum(r["tokens"] for r in records(folder, "slice")) == config.train.total_tokens
+    # While the noise is not known: as if it were the highest.
+    assert [r["rate_scale"] for r in rounds] == [1, 0.5, 0.5] + [1] * (len(rounds) - 3)
+    assert runs.read_config(folder / "config.json").scaling == ScalingConfig(base_batch=8)
 
 
 @pytest.mark.full  # test_chain_run kills one too
