@@ -7,16 +7,28 @@ nothing of any request. Segments are padded to whole pages, and padding is neith
 Shapes: q rows of the segment and of the masks behind it, j pages of its parents, i of its own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
 from geojax.bicache.denoise import run_layer, write_kv
 from geojax.bicache.paged import attend_paged, write
-from geojax.bicache.pages import Pool
+from geojax.bicache.pages import Memory, Pool, pages_of
+from geojax.bicache.shapes import page_bucket, page_buckets
+from geojax.bicache.slot import Job, page_counts
+from geojax.bicache.store import Builder, Entry, Store
+from geojax.diffusion.canvas import power_of_two
+from geojax.diffusion.sampler import Sampler
 from geojax.models.transformer import Inputs, Params, Transformer
+
+_ROOM = 128
+"""For masks behind a segment, at least, in a program."""
 
 
 @dataclass(frozen=True)
@@ -71,3 +83,84 @@ class Build:
                 pool = pool._replace(hidden=pages)
             below = depth
         return pool
+
+
+@lru_cache(maxsize=64)
+def _compiled(build: Build) -> Callable[..., Pool]:
+    """One program for all engines that would compile the same; the pool is taken over."""
+    return jax.jit(build.run, donate_argnums=1)
+
+
+class Builds:
+    """Prefixes of jobs from a store; what is not in it is built."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        memory: Memory,
+        store: Store,
+        builder: Builder,
+        depths: tuple[int, ...],
+    ):
+        """`depths`: as of `Build`."""
+        self.builder = builder
+        self._sampler, self._memory, self._store = sampler, memory, store
+        self._program = Build(sampler.model, jnp.dtype(sampler.dtype).name, depths)
+        self._kept = sum(depth < sampler.model.config.layers for depth in depths)
+        self.used: set[tuple[int, int, int]] = set()
+        """Programs: pages of a segment, those behind it, room for masks."""
+
+    def acquire(self, job: Job) -> list[Entry]:
+        """Its chain of segments, held; NoPagesError as `Store.acquire`."""
+        tokens = np.asarray(job.request.tokens, np.int32)
+        segments = np.split(tokens[: job.prefix], np.cumsum(job.segments)[:-1])
+        masks = self._masks(len(tokens) - job.prefix)
+        name = f"canvas {masks}" if masks else self.builder
+        return self._store.acquire(segments, job.salt, name, partial(self._fill, masks))
+
+    def warm(self, prefix: int, suffix: int, segments: int) -> None:
+        """Compile what prefixes of up to so many tokens need, before suffixes of up to so many."""
+        longest = pages_of(prefix, self._memory.page)
+        for own in page_buckets(longest)[1:]:
+            # What lies behind is a token less, at least, in a segment less.
+            for behind in page_buckets(longest + segments - 2) if segments > 1 else [0]:
+                for room in sorted({self._room(self._masks(n)) for n in range(1, suffix + 1)}):
+                    self._run(own, behind, room, 0, None)
+
+    def _masks(self, suffix: int) -> int:
+        """That are seen behind a segment of a request with such a suffix, in buckets."""
+        return power_of_two(suffix) if self.builder == "canvas" else 0
+
+    def _room(self, masks: int) -> int:
+        return max(masks, _ROOM) if masks else 0
+
+    def _fill(self, masks: int, entry: Entry) -> None:
+        own = page_bucket(pages_of(entry.rows, self._memory.page))
+        behind = page_bucket(sum(e.kv.shape[1] for e in entry.chain()[:-1]))
+        self._run(own, behind, self._room(masks), masks, entry)
+
+    def _run(self, own: int, behind: int, room: int, masks: int, entry: Entry | None) -> None:
+        """Fill an entry of up to `own` pages after up to `behind`, before `masks` of at most
+        `room`; no entry: compile that."""
+        memory, depth = self._memory, self._store.depth
+        tokens = np.full((1, own * memory.page + room), self._sampler.mask_id, np.int32)
+        table, counts = np.zeros((depth, 1, behind), np.int32), np.zeros((1, behind), np.int32)
+        kv = np.zeros((depth, 1, own), np.int32)
+        hidden = np.zeros((self._kept, 1, own), np.int32)
+        first = rows = 0
+        if entry:
+            before, rows = entry.chain()[:-1], entry.rows
+            first, pages = sum(e.rows for e in before), entry.kv.shape[1]
+            tokens[0, :rows] = entry.tokens
+            kv[:, 0, :pages], hidden[:, 0, :pages] = entry.kv, entry.hidden
+            if before:
+                parents = np.concatenate([e.kv for e in before], axis=1)
+                table[:, 0, : parents.shape[1]] = parents
+                there = np.concatenate([page_counts(e.rows, memory.page) for e in before])
+                counts[0, : len(there)] = there
+        self.used.add((own, behind, room))
+        places = (np.int32(first), np.int32(rows), np.int32(rows + masks))
+        with memory.keeping(self._store.forget):
+            memory.pool = _compiled(self._program)(
+                self._sampler.params, memory.pool, tokens, *places, table, counts, kv, hidden
+            )

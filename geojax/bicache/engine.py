@@ -9,55 +9,30 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
 
-from geojax.bicache.build import Build
+from geojax.bicache.build import Builds
 from geojax.bicache.denoise import Carry, Denoiser
 from geojax.bicache.depth import Depths, Guard
 from geojax.bicache.lookup import Lookup
-from geojax.bicache.pages import (
-    PAGE,
-    Pages,
-    Pool,
-    hidden_page_bytes,
-    kv_page_bytes,
-    make_pool,
-    pages_of,
-)
+from geojax.bicache.pages import Memory, Sizes, pages_of
 from geojax.bicache.policy import Policy
-from geojax.bicache.shapes import Shape, Shapes, page_bucket, page_buckets, shapes_within
+from geojax.bicache.shapes import Shape, Shapes, shapes_within
 from geojax.bicache.slot import Job, Slot, page_counts
 from geojax.bicache.store import Builder, Entry, Store
 from geojax.config import RunError, require
-from geojax.diffusion.canvas import Canvas, Rules, begin, power_of_two
+from geojax.diffusion.canvas import Canvas, Rules, begin
 from geojax.diffusion.request import Request, check, masks
 from geojax.diffusion.sampler import Answer, Progress, Sampler, require_numbers
 
 log = logging.getLogger("geojax.bicache")
 _QUANTUM = 16  # steps a call, where the policy has no interval
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Memory of an engine."""
-
-    kv_bytes: float
-    """Of keys and values: the store's, and of requests that run."""
-    hidden_bytes: float
-    """Of the store's hidden states."""
-    page: int = PAGE
-    """Rows of a page."""
-    quota_bytes: float | None = None
-    """Keys and values that entries of one salt may hold."""
 
 
 class Engine:
@@ -90,26 +65,21 @@ class Engine:
         self.sampler, self.policy, self.builder = sampler, policy, builder
         self._lock = threading.RLock()
         self.depths = Depths(((0.0, config.layers),)) if policy.whole else depths
-        self.page = sizes.page
-        kv_page = kv_page_bytes(config, sampler.dtype, self.page)
-        hidden_page = hidden_page_bytes(config, sampler.dtype, self.page)
         shared = self.depths.distinct if policy.shared and self.depths else ()
-        self.kv = Pages(int(sizes.kv_bytes // kv_page))
-        self.hidden = Pages(max(int(sizes.hidden_bytes // hidden_page), 2))
-        self.pool = self._new_pool()
-        self._generation = 0
-        """How often the pool was lost."""
         kept = tuple(d for d in shared if d < config.layers)
+        self.memory = Memory(config, sampler.dtype, sizes)
+        self.kv, self.page = self.memory.kv, self.memory.page
         self.store = Store(
             self.kv,
-            self.hidden,
+            self.memory.hidden,
             self.page,
             max(shared, default=0),
             len(kept),
             f"{revision}\0{jnp.dtype(sampler.dtype).name}\0{shared}",
-            None if sizes.quota_bytes is None else int(sizes.quota_bytes // kv_page),
+            self.memory.quota,
         )
-        self._shared, self._kept = shared, kept
+        self._builds = Builds(sampler, self.memory, self.store, builder, shared)
+        self._kept = kept
         self.guard = guard
         self.retreats = 0
         """Requests that stopped sharing, as the guard saw them drift."""
@@ -125,7 +95,7 @@ class Engine:
     @property
     def programs(self) -> int:
         """Programs used so far; engines of one model and policy share them."""
-        return len(self._used)
+        return len(self._used) + len(self._builds.used)
 
     def answer(
         self,
@@ -224,9 +194,7 @@ class Engine:
     def _chain(self, job: Job) -> list[Entry]:
         """Its prefix, held; built where it is not stored."""
         self._warn_of(job)
-        return self.store.acquire(
-            self._segments(job), job.salt, self._builder(job), partial(self._build, job)
-        )
+        return self._builds.acquire(job)
 
     def _warn_of(self, job: Job) -> None:
         """Once, where the table of depths says nothing of prefixes that are built like this one."""
@@ -244,9 +212,7 @@ class Engine:
         """Give back what a slot holds; once."""
         with self._lock:
             if slot.broken:  # its pages go to others, for whom they must hold numbers
-                ids = np.zeros(power_of_two(len(slot.own)), np.int32)
-                ids[: len(slot.own)] = slot.own
-                self.pool = _cleared(self.pool, ids)
+                self.memory.clear(slot.own)
             self.kv.give(slot.own)
             self.store.release(slot.chain)
             slot.own, slot.chain = np.zeros(0, np.int32), []
@@ -301,12 +267,12 @@ class Engine:
 
     def _run(self, slots: Sequence[Slot], steps: int, probes: bool) -> tuple[np.ndarray, int]:
         """The drift of each slot [b], 0 without probes; and steps taken."""
-        if any(slot.generation != self._generation for slot in slots):
+        if any(slot.generation != self.memory.losses for slot in slots):
             raise RunError(
                 "a call failed and took the memory of all requests with it; admit them again"
             )
         shape = self.shapes.of(slots)
-        with self._keeping_pool():
+        with self.memory.keeping(self.store.forget):
             carry = self._call(shape.looking if probes else shape, slots, probes, steps)
             canvas, since, work, drift, taken = jax.device_get(
                 (carry.canvas, carry.since, carry.work, carry.drift, carry.steps)
@@ -330,28 +296,10 @@ class Engine:
         rows, canvas, rules = self.shapes.assemble(slots, shape, most, looked)
         self._used.add((shape, most))
         carry = self._program(shape)(
-            self.sampler.params, self.pool, rows, canvas, rules, np.int32(steps)
+            self.sampler.params, self.memory.pool, rows, canvas, rules, np.int32(steps)
         )
-        self.pool = carry.pool
+        self.memory.pool = carry.pool
         return carry
-
-    @contextmanager
-    def _keeping_pool(self) -> Generator[None]:
-        """Programs take the pool over, so one that fails may leave none: then there is a new one,
-        nothing is stored any more, and requests that were being answered have to be admitted
-        again."""
-        try:
-            yield
-        except BaseException:
-            if not _whole(self.pool):
-                self.pool = self._new_pool()
-                self.store.forget()
-                self._generation += 1
-            raise
-
-    def _new_pool(self) -> Pool:
-        config, dtype = self.sampler.model.config, self.sampler.dtype
-        return make_pool(config, self.kv.count, self.hidden.count, dtype, self.page)
 
     def progress(self, slots: Sequence[Slot]) -> Progress:
         longest = max(s.canvas.tokens.shape[1] for s in slots)
@@ -390,13 +338,7 @@ class Engine:
             for shape in sorted({shape.looking for shape in shapes if shape.prefix_pages}):
                 self._call(shape, [], True, 1)
         if self.policy.shared and reuses:
-            canvases = sorted({power_of_two(n) for n in range(1, suffix + 1)})
-            longest = pages_of(prefix, self.page)
-            for own in page_buckets(longest)[1:]:
-                # What lies behind is a token less, at least, in a segment less.
-                for behind in page_buckets(longest + segments - 2) if segments > 1 else [0]:
-                    for canvas in canvases if self.builder == "canvas" else [0]:
-                        self._build_pages(own, behind, canvas)
+            self._builds.warm(prefix, suffix, segments)
         return time.perf_counter() - started
 
     def check_books(self, slots: Sequence[Slot] = ()) -> None:
@@ -405,7 +347,7 @@ class Engine:
         stored = {id(e): e for e in [*self.store.entries, *(e for s in slots for e in s.chain)]}
         for books, parts in (
             (self.kv, [*(e.kv for e in stored.values()), *(s.own for s in slots)]),
-            (self.hidden, [e.hidden for e in stored.values()]),
+            (self.memory.hidden, [e.hidden for e in stored.values()]),
         ):
             held = [int(page) for part in parts for page in part.flat]
             assert len(held) == len(set(held)) == books.taken
@@ -429,7 +371,7 @@ class Engine:
         layers = self.sampler.model.config.layers
         parts = job.segments if shared else (prefix,) if prefix else ()
         pages = sum(pages_of(rows, self.page) for rows in parts)
-        stored = self.store_depth * pages if shared else 0
+        stored = self.store.depth * pages if shared else 0
         own = (layers - depth) * pages if prefix else 0
         own += depth * pages if shared and self._watches(depth) else 0
         if self.policy.window != "suffix":
@@ -453,59 +395,6 @@ class Engine:
             return 0
         assert self.depths is not None
         return self.depths.at(prefix / length)
-
-    def _segments(self, job: Job) -> list[np.ndarray]:
-        tokens = np.asarray(job.request.tokens, np.int32)
-        return np.split(tokens[: job.prefix], np.cumsum(job.segments)[:-1])
-
-    def _canvas(self, job: Job) -> int:
-        """Masks that a build sees behind a segment, in buckets."""
-        return power_of_two(len(job.request.tokens) - job.prefix)
-
-    def _builder(self, job: Job) -> str:
-        return self.builder if self.builder == "prefix" else f"canvas {self._canvas(job)}"
-
-    def _build(self, job: Job, entry: Entry) -> None:
-        parents = sum(e.kv.shape[1] for e in entry.chain()[:-1])
-        self._build_pages(
-            page_bucket(pages_of(entry.rows, self.page)),
-            page_bucket(parents),
-            self._canvas(job) if self.builder == "canvas" else 0,
-            entry,
-        )
-
-    def _build_pages(self, own: int, behind: int, masks: int, entry: Entry | None = None) -> None:
-        """Fill an entry of up to `own` pages after up to `behind`; no entry: compile that."""
-        page, depth = self.page, self.store_depth
-        tokens = np.full((1, own * page + masks), self.sampler.mask_id, np.int32)
-        table, counts = np.zeros((depth, 1, behind), np.int32), np.zeros((1, behind), np.int32)
-        kv, hidden = (
-            np.zeros((depth, 1, own), np.int32),
-            np.zeros((len(self._kept), 1, own), np.int32),
-        )
-        first = rows = 0
-        if entry:
-            before, rows = entry.chain()[:-1], entry.rows
-            first, pages = sum(e.rows for e in before), entry.kv.shape[1]
-            tokens[0, :rows] = entry.tokens
-            kv[:, 0, :pages], hidden[:, 0, :pages] = entry.kv, entry.hidden
-            if before:
-                parents = np.concatenate([e.kv for e in before], axis=1)
-                table[:, 0, : parents.shape[1]] = parents
-                there = np.concatenate([page_counts(e.rows, page) for e in before])
-                counts[0, : len(there)] = there
-        self._used.add(("build", own, behind, masks))
-        build = Build(self.sampler.model, jnp.dtype(self.sampler.dtype).name, self._shared)
-        places = (np.int32(first), np.int32(rows), np.int32(rows + masks))
-        with self._keeping_pool():
-            self.pool = _compiled(build)(
-                self.sampler.params, self.pool, tokens, *places, table, counts, kv, hidden
-            )
-
-    @property
-    def store_depth(self) -> int:
-        """Layers whose keys and values the store keeps."""
-        return max(self._shared, default=0)
 
     def _slot(
         self, job: Job, canvas: Canvas, rules: Rules, prefix: int, depth: int, chain: list[Entry]
@@ -546,7 +435,7 @@ class Engine:
             own,
             own[after - spare * pages : after].reshape(spare, pages),
             list(chain),
-            self._generation,
+            self.memory.losses,
         )
 
     def _program(self, shape: Shape) -> Callable[..., Carry]:
@@ -568,19 +457,6 @@ class Engine:
 
 
 @lru_cache(maxsize=256)
-def _compiled(program: Denoiser | Build) -> Callable[..., Any]:
+def _compiled(denoiser: Denoiser) -> Callable[..., Carry]:
     """One program for all engines that would compile the same; the pool is taken over."""
-    return jax.jit(program.run, donate_argnums=1)
-
-
-def _whole(pool: Pool) -> bool:
-    """Whether its arrays are there, and what was to be written into them is."""
-    try:
-        return not any(x.is_deleted() for x in jax.block_until_ready(pool))
-    except Exception:  # whatever a failed program left
-        return False
-
-
-@partial(jax.jit, donate_argnums=0)
-def _cleared(pool: Pool, ids: Int[Array, " n"]) -> Pool:
-    return pool._replace(k=pool.k.at[ids].set(0), v=pool.v.at[ids].set(0))
+    return jax.jit(denoiser.run, donate_argnums=1)

@@ -10,16 +10,20 @@ Shapes: n key/value pages, m hidden pages, g rows of a page, k key/value heads, 
 width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from geojax.config import RunError, require
+from geojax.diffusion.canvas import power_of_two
 from geojax.models.config import TransformerConfig
 
 PAGE = 64
@@ -105,3 +109,67 @@ def make_pool(
     zeros = jax.jit(jnp.zeros, static_argnums=(0, 1))
     dtype = jnp.dtype(dtype)
     return Pool(zeros(kv, dtype), zeros(kv, dtype), zeros((hidden_pages, page, config.dim), dtype))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Memory of an engine."""
+
+    kv_bytes: float
+    """Of keys and values: the store's, and of requests that run."""
+    hidden_bytes: float
+    """Of the store's hidden states."""
+    page: int = PAGE
+    """Rows of a page."""
+    quota_bytes: float | None = None
+    """Keys and values that entries of one salt may hold."""
+
+
+class Memory:
+    """A pool and the books of its pages. Programs take the pool over, and give it back changed."""
+
+    def __init__(self, config: TransformerConfig, dtype: DTypeLike, sizes: Sizes):
+        """ConfigError where a size is that of less than a page."""
+        self.page = sizes.page
+        kv_page = kv_page_bytes(config, dtype, self.page)
+        hidden_page = hidden_page_bytes(config, dtype, self.page)
+        self.kv = Pages(int(sizes.kv_bytes // kv_page))
+        self.hidden = Pages(max(int(sizes.hidden_bytes // hidden_page), 2))
+        self.quota = None if sizes.quota_bytes is None else int(sizes.quota_bytes // kv_page)
+        """Key/value pages."""
+        self._new = partial(make_pool, config, self.kv.count, self.hidden.count, dtype, self.page)
+        self.pool = self._new()
+        self.losses = 0
+        """How often the pool was lost with all that was in it."""
+
+    @contextmanager
+    def keeping(self, forget: Callable[[], None]) -> Generator[None]:
+        """A program that fails may leave no pool: then there is a new one, `forget` is called, and
+        whoever had pages has lost what was in them."""
+        try:
+            yield
+        except BaseException:
+            if not _whole(self.pool):
+                self.pool = self._new()
+                forget()
+                self.losses += 1
+            raise
+
+    def clear(self, kv_ids: np.ndarray) -> None:
+        """Zeros into key/value pages, for an owner who must find numbers."""
+        ids = np.zeros(power_of_two(len(kv_ids)), np.int32)
+        ids[: len(kv_ids)] = kv_ids
+        self.pool = _cleared(self.pool, ids)
+
+
+def _whole(pool: Pool) -> bool:
+    """Whether its arrays are there, and what was to be written into them is."""
+    try:
+        return not any(x.is_deleted() for x in jax.block_until_ready(pool))
+    except Exception:  # whatever a failed program left
+        return False
+
+
+@partial(jax.jit, donate_argnums=0)
+def _cleared(pool: Pool, ids: Int[Array, " n"]) -> Pool:
+    return pool._replace(k=pool.k.at[ids].set(0), v=pool.v.at[ids].set(0))

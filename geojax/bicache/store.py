@@ -94,7 +94,7 @@ class Store:
         """`depth`: layers whose keys and values are kept; `depths`: hidden states of each row;
         `revision` names the model and the type; `quota_pages`: key/value pages a salt may hold."""
         self._kv, self._hidden, self._page = kv, hidden, page
-        self._depth, self._depths, self._revision = depth, depths, revision
+        self.depth, self._depths, self._revision = depth, depths, revision
         self.quota = quota_pages
         self._entries: dict[bytes, Entry] = {}
         self._clock = 0
@@ -299,7 +299,7 @@ class Store:
         tokens = np.array(tokens, np.int32)
         require(len(tokens), "a segment of 0 tokens is wanted; leave it out")
         pages = pages_of(len(tokens), self._page)
-        kv, hidden = self._depth * pages, self._depths * pages
+        kv, hidden = self.depth * pages, self._depths * pages
         # Its parents are held by the caller, so they stay.
         if self.quota is not None:
             require(
@@ -323,7 +323,7 @@ class Store:
             parent,
             tokens,
             salt,
-            self._kv.take(kv).reshape(self._depth, pages),
+            self._kv.take(kv).reshape(self.depth, pages),
             self._hidden.take(hidden).reshape(self._depths, pages),
         )
         self._entries[key] = entry

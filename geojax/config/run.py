@@ -380,4 +380,4 @@ def _scaling_for(config: RunConfig, strategies: Sequence[str]) -> ScalingConfig 
         raise ConfigError(str(error)) from error
     if config.scaling or len(tuned) != 1 or tuned == new:
         return config.scaling
-    return ScalingConfig(*tuned)
+    return ScalingConfig(base_batch=tuned.pop())

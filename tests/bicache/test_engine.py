@@ -299,8 +299,8 @@ def test_a_shifted_models_prefix_leaves_the_row_that_predicts():
 def test_a_request_of_no_numbers_spoils_no_page():
     """What a broken request leaves behind is read by nobody."""
     made = Engine(sampler(), get_policy("bicache", 3), SIZES, DEPTHS)
-    filled = made.pool.k.at[1:].set(np.nan), made.pool.v.at[1:].set(np.nan)
-    made.pool = made.pool._replace(k=filled[0], v=filled[1])
+    filled = made.memory.pool.k.at[1:].set(np.nan), made.memory.pool.v.at[1:].set(np.nan)
+    made.memory.pool = made.memory.pool._replace(k=filled[0], v=filled[1])
     for job, found in zip(JOBS, made.answer(JOBS), strict=True):
         np.testing.assert_array_equal(found.tokens, slow("bicache", 3, job))
     made.sampler = replace(sampler(), params=jax.tree.map(lambda x: x * np.nan, sampler().params))
@@ -328,7 +328,7 @@ def test_a_call_that_fails_and_takes_the_pool_with_it_ends_those_requests_alone(
         made.run(slots[1:])
     for slot in slots:
         made.leave(slot)
-    assert made.kv.taken == made.hidden.taken == 0
+    assert made.kv.taken == made.memory.hidden.taken == 0
     for job, found in zip(JOBS, made.answer(JOBS), strict=True):
         np.testing.assert_array_equal(found.tokens, slow("bicache", 3, job))
 
@@ -357,7 +357,7 @@ def test_a_prefix_may_be_built_ahead_and_kept(monkeypatch):
     per = kv_page_bytes(LLADA, np.float32, PAGE)
     made = Engine(sampler(), get_policy("bicache", 3), Sizes(25 * per, 1e6, page=PAGE), DEPTHS)
     built = []
-    monkeypatch.setattr(made, "_build", lambda job, entry: built.append(entry))
+    monkeypatch.setattr(made._builds, "_fill", lambda masks, entry: built.append(entry))
     first = JOBS[0]  # three pages: nine of the store's three layers, six of its own two
     made.pin(first)
     made.check_books()
@@ -377,7 +377,7 @@ def test_a_prefix_may_be_built_ahead_and_kept(monkeypatch):
 def test_prefixes_that_the_table_was_not_made_for_are_named_once(monkeypatch, caplog):
     table = replace(DEPTHS, covers="whole")
     made = Engine(sampler(), get_policy("bicache", 3), SIZES, table)
-    monkeypatch.setattr(made, "_build", lambda job, entry: None)
+    monkeypatch.setattr(made._builds, "_fill", lambda masks, entry: None)
     for job in (JOBS[0], JOBS[1], JOBS[1]):
         made.leave(made.admit(job))
     assert len(caplog.records) == 1

@@ -62,9 +62,9 @@ def run(engine, spoil=lambda i: False):
             if spoil(i):
                 (entry,) = slot.chain
                 pages = entry.hidden[0]
-                noise = rng.normal(scale=5, size=(len(pages), *engine.pool.hidden.shape[1:]))
-                mixed = engine.pool.hidden.at[pages].add(noise.astype(np.float32))
-                engine.pool = engine.pool._replace(hidden=mixed)
+                noise = rng.normal(scale=5, size=(len(pages), *engine.memory.pool.hidden.shape[1:]))
+                mixed = engine.memory.pool.hidden.at[pages].add(noise.astype(np.float32))
+                engine.memory.pool = engine.memory.pool._replace(hidden=mixed)
         while not all(slot.done for slot in slots):
             engine.run(slots)
         answers += [engine.result(slot).tokens for slot in slots]
@@ -135,8 +135,8 @@ def test_every_refresh_is_watched_and_equal_requests_are_told_apart(sampler, gua
     slots = [engine.admit(twin), engine.admit(twin)]
     engine.run(slots, 1)
     pages = slots[0].chain[0].hidden[0]
-    spoilt = engine.pool.hidden.at[pages].set(np.nan)
-    engine.pool = engine.pool._replace(hidden=spoilt)
+    spoilt = engine.memory.pool.hidden.at[pages].set(np.nan)
+    engine.memory.pool = engine.memory.pool._replace(hidden=spoilt)
     while not all(slot.done for slot in slots):
         engine.run(slots)
     assert engine.retreats == 2
@@ -166,7 +166,7 @@ def full_pool(sampler, name, guard):
 @pytest.mark.parametrize("name", ["bicache", "bicache-dual"])
 def test_a_retreat_needs_no_page_that_is_free_and_no_other_program(sampler, name, monkeypatch):
     engine, jobs = full_pool(sampler, name, Guard(((2, 0.5),)))
-    monkeypatch.setattr(engine, "_build", lambda job, entry: None)
+    monkeypatch.setattr(engine._builds, "_fill", lambda masks, entry: None)
     slots = [engine.admit(job) for job in jobs]
     assert engine.kv.free == 0
     with pytest.raises(NoPagesError):
@@ -192,8 +192,8 @@ def test_a_retreat_in_a_full_pool_is_answered_as_if_never_shared(sampler, guard,
     engine, jobs = full_pool(sampler, name, guard)
     slots = [engine.admit(job) for job in jobs]
     pages = slots[0].chain[0].hidden[0]
-    spoilt = engine.pool.hidden.at[pages].set(np.nan)
-    engine.pool = engine.pool._replace(hidden=spoilt)
+    spoilt = engine.memory.pool.hidden.at[pages].set(np.nan)
+    engine.memory.pool = engine.memory.pool._replace(hidden=spoilt)
     while not all(slot.done for slot in slots):
         engine.run(slots)
     assert [bool(slot.chain) for slot in slots] == [False, True]

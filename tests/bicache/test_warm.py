@@ -88,8 +88,8 @@ def test_nothing_is_compiled_after_a_warm_up(name, most, requests, kv_bytes, kin
     warmed = len(compiled)
     assert warmed
     live = live_bytes()
-    pool = sum(x.nbytes for x in engine.pool)
-    assert pool == engine.kv.count * 1024 + engine.hidden.count * 1024
+    pool = sum(x.nbytes for x in engine.memory.pool)
+    assert pool == engine.kv.count * 1024 + engine.memory.hidden.count * 1024
     assert engine.kv.count * 1024 <= kv_bytes
     rng, slots, answered = np.random.default_rng(0), [], 0
     while answered < requests:

@@ -9,7 +9,6 @@ from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
-from typing import ClassVar
 
 import jax
 import numpy as np
@@ -150,24 +149,6 @@ def injected(monkeypatch):
         "estimate",
         lambda self: estimate(LARGE if self.state()["steps"] >= LOUD_STEPS else SMALL),
     )
-
-
-@pytest.fixture
-def trainers(monkeypatch):
-    """Trainers of the runs that a test starts, in order; `hooks` are called with each new one."""
-
-    class Kept(Trainer):
-        hooks = ()
-        made: ClassVar[list[Trainer]] = []
-
-        def __init__(self, *args):
-            super().__init__(*args)
-            Kept.made.append(self)
-            for hook in Kept.hooks:
-                hook(self)
-
-    monkeypatch.setattr(trainer_module, "Trainer", Kept)
-    return Kept
 
 
 def records(folder, kind):

@@ -7,7 +7,6 @@ import json
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +41,6 @@ from geojax.configs import METHODS
 from geojax.data import TrainSequences, ValidSequences, prepare
 from geojax.geomesh import parts
 from geojax.geomesh.outer import DesyncError
-from geojax.geomesh.trainer import Trainer
 from geojax.geomesh.worker import Worker
 from geojax.meshes.gradient import LossSums
 from geojax.models.config import TransformerConfig
@@ -113,24 +111,6 @@ def base(text) -> RunConfig:
         eval=EvalConfig(every_tokens=2 * 20 * BATCH * SEQ_LEN, sequences=16, batch=8),
         checkpoint=CheckpointConfig(every_rounds=2),
     )
-
-
-@pytest.fixture
-def trainers(monkeypatch):
-    """Trainers of the runs that a test starts, in order; `hooks` are called with each new one."""
-
-    class Kept(Trainer):
-        hooks = ()
-        made: ClassVar[list[Trainer]] = []
-
-        def __init__(self, *args):
-            super().__init__(*args)
-            Kept.made.append(self)
-            for hook in Kept.hooks:
-                hook(self)
-
-    monkeypatch.setattr(trainer_module, "Trainer", Kept)
-    return Kept
 
 
 def see_one_device(patch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,7 @@ class QuickEngine(Engine):
         policy = get_policy("bicache" if quota_bytes else "refresh")
         sizes = Sizes(kv_bytes, 1e5, page=PAGE, quota_bytes=quota_bytes)
         super().__init__(model.sampler(), policy, sizes, Depths(((0.0, 1),)))
+        self._builds._fill = lambda masks, entry: None  # pages are taken and not filled
         self.step_seconds = 0.0
         self.fails = False
         self.steps_run = 0
@@ -87,9 +88,6 @@ class QuickEngine(Engine):
                 if not slot.done:
                     self._step(slot)
         self.steps_run += taken
-
-    def _build(self, job, entry):
-        """Pages are taken and not filled."""
 
     def _step(self, slot) -> None:
         canvas, rules = slot.canvas, slot.rules

@@ -228,21 +228,12 @@ def test_cona_climbs_and_accounts_for_it(whole):
 
 @pytest.mark.full
 @pytest.mark.xdist_group("one whole run")
-def test_cona_killed_while_the_state_moves_takes_the_same_chain(cona, whole, tmp_path, monkeypatch):
+def test_cona_killed_while_the_state_moves_takes_the_same_chain(cona, whole, tmp_path):
     """Twice; what was not saved is done again."""
-    folder, move, moves = tmp_path / "killed", Program.move, []
-
-    def die(self, *args):
-        moves.append(self)
-        if len(moves) in (1, 3):
-            raise SystemExit("killed")
-        return move(self, *args)
-
-    monkeypatch.setattr(Program, "move", die)
-    with pytest.raises(SystemExit, match="killed"):
-        runs.start(cona, folder, QUIET)
-    with pytest.raises(SystemExit, match="killed"):
-        runs.resume(folder, QUIET)
+    folder = tmp_path / "killed"
+    runs.begin_folder(cona, folder)
+    for moves in (1, 2):
+        go_on_until_killed_in(folder, moves)
     assert runs.resume(folder, QUIET)
     assert decisions(folder) == decisions(whole)
     same_end(folder, whole)
@@ -323,6 +314,32 @@ def test_a_cona_run_goes_on_by_one_strategy_and_is_reported(cona, tmp_path, caps
     assert (tmp_path / "pictures" / "chain-strategy.png").exists()
 
 
+def go_on_until_killed_in(folder, move):
+    """A process of its own that a SIGKILL ends where it would move the state, for the move-th
+    time."""
+    script = f"""
+import os, signal, sys
+from pathlib import Path
+from geojax import runs
+from geojax.train.program import Program
+
+moves, move = [], Program.move
+
+def killed(self, *args):
+    moves.append(self)
+    if len(moves) == {move}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return move(self, *args)
+
+Program.move = killed
+runs.resume(Path(sys.argv[1]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, folder], env=os.environ, capture_output=True, timeout=600
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+
+
 @pytest.mark.full
 def test_sigkill_inside_a_switch_loses_nothing(chained, tmp_path):
     """A real one, in a process of its own."""
@@ -330,20 +347,8 @@ def test_sigkill_inside_a_switch_loses_nothing(chained, tmp_path):
     checkpoint = CheckpointConfig(every_rounds=1)
     chained = replace(chained, chain=chained.chain[:2], checkpoint=checkpoint)
     assert runs.start(chained, whole, QUIET)
-    folder.mkdir()
-    runs.save_config(chained, folder / "config.json")
-    script = (
-        "import os, signal, sys\n"
-        "from pathlib import Path\n"
-        "from geojax import runs\n"
-        "from geojax.train.program import Program\n"
-        "Program.move = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "runs.resume(Path(sys.argv[1]))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, folder], env=os.environ, capture_output=True, timeout=300
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    runs.begin_folder(chained, folder)
+    go_on_until_killed_in(folder, 1)
     assert [r["strategy"] for r in records(folder, "round")] == [TEXTS[0]]
     assert runs.resume(folder, QUIET)
     same_end(folder, whole)
