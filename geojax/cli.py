@@ -38,14 +38,13 @@ def train(args: list[str]) -> int:
         return _train_slice(args)
     if args and args[0] == "--resume":
         options = parse(Resume, args[1:], "geojax train --resume")
-        runs.resume(options.run, None, options.strategy, options.cluster)
-        return 0
+        return runs.exit_code(runs.resume(options.run, None, options.strategy, options.cluster))
     if not args or args[0].startswith("-"):
         return presets_help("train", args)
     args, config = steered(args)
     options = parse_config(Train, args, "train", config)
-    runs.start(options.config, options.out or Path("runs") / options.config.name)
-    return 0
+    folder = options.out or Path("runs") / options.config.name
+    return runs.exit_code(runs.start(options.config, folder))
 
 
 def _train_slice(args: list[str]) -> int:
@@ -58,16 +57,16 @@ def _train_slice(args: list[str]) -> int:
         config = _runs().read_config(options.run / "config.json")
         config = _runs().with_cluster(config, options.cluster)
         folder = options.run / "slices" / options.slice
-        processes.take_part(config, folder, options.slice, options.coordinator)
-        return 0
+        done = processes.take_part(config, folder, options.slice, options.coordinator)
+        return _runs().exit_code(done)
     options = parse_config(TrainSlice, args, "train", _processes(args[0]))
     require(
         options.slice and options.coordinator,
         "--slice NAME and --coordinator HOST:PORT go together; give both, or neither",
     )
     folder = options.out or Path("runs") / options.config.name / "slices" / options.slice
-    processes.take_part(options.config, folder, options.slice, options.coordinator)
-    return 0
+    done = processes.take_part(options.config, folder, options.slice, options.coordinator)
+    return _runs().exit_code(done)
 
 
 def coordinator(args: list[str]) -> int:
@@ -80,14 +79,14 @@ def coordinator(args: list[str]) -> int:
         config = _runs().read_config(options.run / "config.json")
         if options.port is not None:
             config = replace(config, grpc=replace(config.grpc, port=options.port))
-        return processes.exit_code(processes.coordinate(config, options.run))
+        return _runs().exit_code(processes.coordinate(config, options.run))
     if not args or args[0].startswith("-"):
         return presets_help("coordinator", args)
     options = parse_config(Train, args, "coordinator", _processes(args[0]))
     folder = options.out or Path("runs") / options.config.name
     if not (folder / "config.json").exists():
         _runs().begin_folder(options.config, folder)
-    return processes.exit_code(processes.coordinate(options.config, folder))
+    return _runs().exit_code(processes.coordinate(options.config, folder))
 
 
 def launch(args: list[str]) -> int:
@@ -97,8 +96,7 @@ def launch(args: list[str]) -> int:
 
     if args and args[0] == "--resume":
         options = parse(Relaunch, args[1:], "geojax launch --resume")
-        local.relaunch(options.run, options.restarts)
-        return 0
+        return _runs().exit_code(local.relaunch(options.run, options.restarts))
     if len(args) < 3 or args[0] != "--local" or args[2].startswith("-"):
         if args and args[0] in ("-h", "--help"):
             return presets_help("launch", args)
@@ -109,8 +107,8 @@ def launch(args: list[str]) -> int:
     require(args[1].isdecimal(), f"--local {args[1]}: say how many slices, each a process")
     options = parse_config(Launch, args[2:], "launch --local N", _processes(args[2]))
     folder = options.out or Path("runs") / options.config.name
-    local.launch_local(options.config, folder, int(args[1]), options.restarts)
-    return 0
+    done = local.launch_local(options.config, folder, int(args[1]), options.restarts)
+    return _runs().exit_code(done)
 
 
 def _processes(name: str) -> RunConfig:

@@ -7,6 +7,7 @@ nothing had happened. One process works on a run at a time.
 """
 
 import fcntl
+import os
 import shutil
 import signal
 import threading
@@ -96,6 +97,12 @@ def start(config: RunConfig, folder: Path | str, console: Console | None = None)
             if existed:
                 folder.mkdir()
         raise
+
+
+def exit_code(finished: bool) -> int:
+    """Of a process that trains: one that was stopped, saved, is to be started again (EX_TEMPFAIL),
+    which schedulers tell from one that is done."""
+    return 0 if finished else os.EX_TEMPFAIL
 
 
 def begin_folder(config: RunConfig, folder: Path, command: str = "train") -> None:

@@ -2,16 +2,19 @@
 """The command line trains and reports, and a mistake costs one line, not a run."""
 
 import json
+import os
 import random
 import subprocess
 import sys
 
 import pytest
 
+from geojax import runs
 from geojax.cli import COMMANDS, main
 from geojax.config import DataConfig, SourceConfig, TokenizerConfig
-from geojax.configs import PRESETS
+from geojax.configs import PRESETS, load_config
 from geojax.data import prepare
+from geojax.launch import local, processes
 
 WORDS = ("the", "slice", "round", "step", "east", "west", "model", "token", "loss", "of", "a", "to")
 
@@ -266,3 +269,33 @@ def test_help_does_not_wait_for_jax(args):
     done = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage" in done.stdout
+
+
+@pytest.mark.parametrize(("finished", "code"), [(True, 0), (False, os.EX_TEMPFAIL)])
+def test_exit_codes_tell_a_run_that_was_stopped_from_one_that_is_over(
+    finished, code, tmp_path, monkeypatch
+):
+    """Of everything that trains, so that a scheduler starts it again."""
+    config = load_config("quickstart")
+    runs.begin_folder(config, tmp_path / "run")
+    folder, at = str(tmp_path / "run"), ("--slice", "a100", "--coordinator", "host:1")
+    for module, name in (
+        (runs, "start"),
+        (runs, "resume"),
+        (processes, "take_part"),
+        (processes, "coordinate"),
+        (local, "launch_local"),
+        (local, "relaunch"),
+    ):
+        monkeypatch.setattr(module, name, lambda *_: finished)
+    for args in (
+        ["train", "quickstart"],
+        ["train", "--resume", folder],
+        ["train", "quickstart", *at],
+        ["train", "--resume", folder, *at],
+        ["coordinator", "quickstart", "--out", folder],
+        ["coordinator", "--resume", folder],
+        ["launch", "--local", "2", "quickstart"],
+        ["launch", "--resume", folder],
+    ):
+        assert main(args) == code, args

@@ -170,8 +170,9 @@ def _watch(
                 if now >= child.due:
                     _start(child, console, width)
                 continue
-            code = child.code
-            if code is None or code == 0:  # a slice that somebody stopped stays away
+            code, stopped = child.code, os.EX_TEMPFAIL
+            # A slice that somebody stopped stays away.
+            if code in (None, 0) or (code == stopped and child.name != COORDINATOR):
                 continue
             if code == _USER_MISTAKE or child.restarts >= restarts:
                 raise RunError(

@@ -154,11 +154,6 @@ def _stop() -> Generator[threading.Event]:
         yield stop
 
 
-def exit_code(finished: bool) -> int:
-    """Of a coordinator: one that was stopped must be started again (EX_TEMPFAIL)."""
-    return 0 if finished else os.EX_TEMPFAIL
-
-
 def require_address(text: str) -> None:
     """ConfigError unless it is HOST:PORT."""
     host, _, port = text.rpartition(":")

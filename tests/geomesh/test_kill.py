@@ -127,9 +127,8 @@ def wait_until(process: subprocess.Popen, folder: Path, reached: Callable[[], ob
     return True
 
 
-def finish(process: subprocess.Popen, folder: Path) -> None:
-    code = process.wait(PATIENCE_SECONDS)
-    assert code == 0, (folder / "log.txt").read_text()
+def finish(process: subprocess.Popen, folder: Path, code: int = 0) -> None:
+    assert process.wait(PATIENCE_SECONDS) == code, (folder / "log.txt").read_text()
 
 
 def checkpoint_being_written(folder: Path) -> bool:
@@ -167,7 +166,7 @@ def test_five_kills_and_a_sigterm_change_no_number(tmp_path, config, text, whole
             time.sleep(rng.uniform(0, 0.1))
         process.send_signal(signal.SIGTERM if how == "SIGTERM" else signal.SIGKILL)
         if how == "SIGTERM":
-            finish(process, folder)
+            finish(process, folder, os.EX_TEMPFAIL)
             assert "stopped and saved" in (folder / "log.txt").read_text()
         else:
             assert process.wait() == -signal.SIGKILL

@@ -131,7 +131,7 @@ def test_a_launched_run_has_the_bits_of_one_process_though_it_is_stopped_once(pl
     first = launch(place, "stopped", "--grpc.deadline-floor-seconds", "120")
     first.until_round(8)
     first.process.send_signal(signal.SIGTERM)
-    first.finish()
+    first.finish(os.EX_TEMPFAIL)
     assert "stopped and saved" in first.said()
     assert 0 < len(hashes(place / "stopped")) < ROUNDS
     again = Launch(place / "stopped", "launch", "--resume", "stopped")

@@ -152,6 +152,17 @@ def test_the_nodes_of_a_slurm_job_are_one_slice(place_of_echo, tasks, cluster):
     assert options.get("--platform.cluster.coordinator", "") == cluster
 
 
+@pytest.mark.parametrize("code", [0, 1, os.EX_TEMPFAIL])
+def test_a_slurm_job_that_was_stopped_is_queued_again(place, code):
+    for name, line in (("srun", f"exit {code}"), ("scontrol", 'echo scontrol "$@"')):
+        (place / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
+        (place / "bin" / name).chmod(0o755)
+    job = start(place, "slice.sbatch", SLICE="east", COORDINATOR="a:1", SLURM_JOB_ID="17")
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == code
+    assert output == ("scontrol requeue 17\n" if code == os.EX_TEMPFAIL else "")
+
+
 def test_commands_of_the_job_set_are_ours(capsys):
     """Each slice's command is one that `geojax train` understands: it asks for help at its end."""
     jobs = yaml.safe_load((EXAMPLES / "jobset.yaml").read_text())["spec"]["replicatedJobs"]

@@ -131,7 +131,7 @@ def test_a_signal_to_one_process_saves_its_slice_which_goes_on_exactly(place):
         time.sleep(2)
         assert run.round == stopped < 20  # two slices are no quorum without one of them
         run.process.send_signal(signal.SIGTERM)
-        run.finish()
+        run.finish(os.EX_TEMPFAIL)
     with Launch(place / "apart", "launch", "--resume", "apart", devices=2) as again:
         again.finish()
     assert "slice east: goes on from its checkpoint" in again.said()
@@ -152,7 +152,7 @@ def test_a_killed_process_ends_its_slice_which_comes_back_while_others_go_on(pla
         until(lambda: merged(place, 0)[-4:] == [False] * 4, run)  # they go on without it
         until(lambda: merged(place, 0)[-4:] == [True] * 4, run)  # it is one of them again
         run.process.send_signal(signal.SIGTERM)
-        run.finish()
+        run.finish(os.EX_TEMPFAIL)
     # JAX may end the other one first, and then says by itself that a task died.
     assert f"process {victim} of the slice has ended" in run.said() or "task died" in run.said()
     check_accounting(load_run(place / "apart"))
