@@ -210,3 +210,11 @@ def make_run(tmp_path):
     return lambda name="geomesh", **figures: write_run(
         tmp_path / name, figures.pop("method", name), **figures
     )
+
+
+def figures(path: Path) -> dict:
+    """Of a file of figures, which says what made it."""
+    content = json.loads(path.read_text())
+    assert content["command"].startswith("geojax")
+    assert content.keys() >= {"generated", "clock", "machine", "versions"}
+    return content

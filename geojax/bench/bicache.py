@@ -31,7 +31,7 @@ from geojax.data import TaskSet, tasks
 from geojax.diffusion.exact import LENGTH, STEPS, require_tasks, right
 from geojax.diffusion.load import Model, load
 from geojax.diffusion.request import Request
-from geojax.track.environment import machine
+from geojax.track.environment import made_by
 from geojax.track.metrics import NewFile, to_json, write_atomically
 
 SHARES = (0.5, 0.7, 0.9)
@@ -104,8 +104,7 @@ def run_bicache(options: BicacheOptions) -> list[Result]:
                 [r for r in results if (r.cell.task, r.cell.share) == (task, share)]
             )
             console.print(table)
-    content = {
-        "machine": machine(),
+    content = made_by("none") | {
         "examples": count,
         "seq_len": seq_len,
         "steps": options.steps,

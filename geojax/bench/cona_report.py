@@ -23,6 +23,7 @@ from geojax.bench.cona_tables import (
     fixed_table,
     method_table,
 )
+from geojax.track.environment import made_by
 from geojax.track.metrics import to_json, write_atomically
 from geojax.track.plots import plot_chain
 
@@ -80,9 +81,7 @@ def missing(found: Sequence[Figures], seeds: Sequence[int]) -> list[str]:
 
 def _content(settings: Sequence[Setting], found: dict[str, list[Outcome]]) -> dict[str, Any]:
     starts = [o.cona.start for outcomes in found.values() for o in outcomes]
-    return {
-        "clock": "modelled",
-        "machine": sorted({start["machine"] for start in starts}),
+    return made_by("modelled", sorted({start["machine"] for start in starts})) | {
         "versions": starts[0]["versions"],
         "units": UNITS,
         "shares": SHARES,

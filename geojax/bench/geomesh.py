@@ -23,6 +23,7 @@ from geojax.bench.jobs import run_all
 from geojax.config import OptimizerConfig, OuterConfig, RunConfig, require, with_seed
 from geojax.configs import BASELINES, METHODS, demo
 from geojax.track.console import format_share
+from geojax.track.environment import made_by
 from geojax.track.metrics import to_json, write_atomically
 from geojax.track.report import report
 from geojax.track.section import new_table
@@ -117,13 +118,16 @@ def tune(methods: Sequence[str], folder: Path, jobs: int, json_path: Path | None
 def _write(path: Path, folders: Sequence[Path], content: dict, console: Console) -> None:
     """Figures as JSON, with what is needed to read them."""
     starts = [load_run(folder).start for folder in folders]
-    content = {
-        "clock": starts[0]["clock"],
-        "machine": sorted({start["machine"] for start in starts}),
-        "versions": starts[0]["versions"],
-        "seeds": sorted({start["seed"] for start in starts}),
-        "units": UNITS,
-    } | content
+    machines = sorted({start["machine"] for start in starts})
+    content = (
+        made_by(starts[0]["clock"], machines)
+        | {
+            "versions": starts[0]["versions"],
+            "seeds": sorted({start["seed"] for start in starts}),
+            "units": UNITS,
+        }
+        | content
+    )
     write_atomically(path, json.dumps(to_json(content), indent=2, allow_nan=False) + "\n")
     console.print(f"wrote {path}")
 

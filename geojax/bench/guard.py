@@ -30,7 +30,7 @@ from geojax.data import TaskSet, tasks
 from geojax.diffusion.exact import LENGTH, STEPS, require_tasks
 from geojax.diffusion.load import Model, load
 from geojax.models.transformer import Transformer
-from geojax.track.environment import machine
+from geojax.track.environment import made_by
 from geojax.track.metrics import NewFile, to_json, write_atomically
 
 
@@ -73,7 +73,7 @@ def run_guard(options: GuardOptions) -> list[Watch]:
             console.print(f"answered {name}, prefix {share:.0%}")
     console.print(watch_table(found))
     console.print(f"  {alarm_line(found)}")
-    content = {"machine": machine(), "revision": model.revision, "every": options.every}
+    content = made_by("none") | {"revision": model.revision, "every": options.every}
     content |= {"watches": [asdict(w) for w in found]}
     path = options.json or options.out / "guard.json"
     write_atomically(path, json.dumps(to_json(content), indent=2) + "\n")

@@ -7,18 +7,19 @@ named. Invariant: no figure of ours is typed by hand.
 """
 
 import json
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import tyro
 from rich.console import Console
 
-from geojax.bench.claims import CLAIMS, Claim
+from geojax.bench.claims import CLAIMS, Claim, Figure
 from geojax.config import RunError, require
 from geojax.track.metrics import NewFile, to_json, write_atomically
 
@@ -31,7 +32,7 @@ class Part:
 
     clock: str
     costs: str
-    """On two cores, as measured on the machine of docs/results.md."""
+    """Roughly, on two cores."""
     commands: tuple[tuple[str, ...], ...]
     """Arguments of geojax, one after another. {out} is the folder of all parts, {file} that of the
     figures, {model} the model of tasks."""
@@ -63,6 +64,12 @@ PARTS: dict[str, Part] = {
         ),
         "tables.json",
     ),
+    "latency": Part(
+        "modelled",
+        "a minute",
+        (("simulate", "tables", "--wan", "geomesh-azure", "--json", "{file}"),),
+        "latency.json",
+    ),
     "cona": Part(
         "modelled (convergence is real)",
         "5 hours of one core",
@@ -77,7 +84,7 @@ PARTS: dict[str, Part] = {
     ),
     "bicache": Part(
         "none (accuracy)",
-        "an hour, and one more where the model has to be trained",
+        "4 hours of one core, and two more where the model has to be trained",
         (
             (
                 *("profile", "depth", "{model}", "--length", "80"),
@@ -99,7 +106,7 @@ class PaperOptions:
     Resumable: start it again to go on."""
 
     parts: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Some of geomesh, tables, cona, throughput, bicache; unset: all."""
+    """Some of geomesh, tables, latency, cona, throughput, bicache; unset: all."""
     out: Path = Path("runs/paper")
     """Folder of runs and figures."""
     page: NewFile | None = None
@@ -115,13 +122,21 @@ def run_paper(options: PaperOptions) -> None:
     names = options.parts or tuple(PARTS)
     for name in names:
         require(name in PARTS, f"no part {name!r}; use some of {list(PARTS)}")
+    require(
+        not (options.collect and options.parts),
+        f"--collect runs no part, and {', '.join(options.parts)} are named; leave one out",
+    )
+    page = options.page or options.out / "results.md"
+    require(
+        page.suffix == ".md",
+        f"--page {page} must end in .md: its figures go beside it as .json; rename it",
+    )
     console = Console(highlight=False)
     if not options.collect:
         for name in names:
             console.print(f"{name}: about {PARTS[name].costs}; {PARTS[name].clock} clock")
         for name in names:
             _run(name, options)
-    page = options.page or options.out / "results.md"
     results = collect(options.out)
     require(
         any(claim["value"] is not None for claim in results["claims"]),
@@ -136,7 +151,13 @@ def run_paper(options: PaperOptions) -> None:
     console.print(f"wrote {page} and {page.with_suffix('.json')}", soft_wrap=True)
 
 
-VERDICTS = ("reproduced", "not reproduced", "cannot be tested here", "not run yet")
+VERDICTS = (
+    "reproduced",
+    "not reproduced",
+    "cannot be tested here",
+    "not run yet",
+    "no figure yet",
+)
 
 
 def commands(name: str, out: Path, model: Path | None = None) -> list[list[str]]:
@@ -164,49 +185,65 @@ def _run(name: str, options: PaperOptions) -> None:
 
 
 def collect(out: Path) -> dict[str, Any]:
-    """What each claim comes to, by the files of figures in `out`."""
+    """What each claim comes to, by the files of figures in `out`. RunError where one is none."""
     contents, parts = {}, {}
     for name, part in PARTS.items():
         path = out / part.figures
         if not path.exists():
             continue
-        try:
-            contents[name] = json.loads(path.read_text())
-        except ValueError as error:
-            raise RunError(
-                f"{path} is no JSON ({error}); delete it and run the part again"
-            ) from error
-        parts[name] = {
-            "command": [
-                " ".join(["geojax", *command]) for command in commands(name, Path("runs/paper"))
-            ],
-            "clock": part.clock,
-            "costs": part.costs,
-            "machine": contents[name].get("machine"),
-            "date": datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat(),
-        }
-    return to_json({"parts": parts, "claims": [_judge(claim, contents) for claim in CLAIMS]})
+        with _readable(path):
+            content = json.loads(path.read_text())
+            before = commands(name, Path("runs/paper"))[:-1]
+            parts[name] = {
+                "commands": [*(shlex.join(["geojax", *c]) for c in before), content["command"]],
+                "clock": part.clock,
+                "machine": content["machine"],
+                "date": content["generated"],
+            }
+            contents[name] = content
+    found = [_judge(claim, contents, out) for claim in CLAIMS]
+    return to_json({"parts": parts, "claims": found})
 
 
-def _judge(claim: Claim, contents: Mapping[str, Any]) -> dict[str, Any]:
+@contextmanager
+def _readable(path: Path) -> Generator[None]:
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise RunError(
+            f"{path} holds no figures of that part ({type(error).__name__}: {error}); delete it "
+            "and run the part again"
+        ) from error
+
+
+def _judge(claim: Claim, contents: Mapping[str, Any], out: Path) -> dict[str, Any]:
     figure = None
     if claim.find is not None and claim.part in contents:
-        figure = claim.find(contents[claim.part])
+        with _readable(out / PARTS[claim.part].figures):
+            figure = claim.find(contents[claim.part])
     if figure is not None:
         verdict = claim.verdict(figure)
+    elif not claim.part:
+        verdict = "cannot be tested here"
     else:
-        verdict = "not run yet" if claim.part else "cannot be tested here"
+        verdict = "no figure yet" if claim.part in contents else "not run yet"
+    why = claim.missed if verdict == "not reproduced" else ""
     return {
         "method": claim.method,
         "claim": claim.text,
         "published": f"{claim.relation} {claim.show(claim.published)}",
         "value": figure and figure.value,
         "ours": figure and claim.show(figure.value),
-        "spread": None if figure is None else _span(claim, figure.low, figure.high),
+        "spread": figure and _spread(claim, figure),
         "verdict": verdict,
         "part": claim.part or None,
-        "note": claim.note,
+        "note": "; ".join(x for x in (claim.note, why) if x),
     }
+
+
+def _spread(claim: Claim, figure: Figure) -> str:
+    ends = _span(claim, figure.low, figure.high)
+    return f"{ends} ({figure.basis})" if ends and figure.basis else ends or figure.basis
 
 
 def _span(claim: Claim, low: float | None, high: float | None) -> str | None:
@@ -224,8 +261,8 @@ def render(results: Mapping[str, Any]) -> str:
         "",
         "Made by `geojax bench paper`; no figure of ours on this page is typed by hand. A bound",
         "(at least, at most) is reproduced where ours keeps it with all of its spread, a value",
-        "where ours is within a tenth of it. Published figures are those of the papers' abstracts",
-        "and of public notes on the papers.",
+        "where the mean of ours is within a tenth of it. Published figures are those of the",
+        "papers' abstracts and of public notes on the papers.",
         "",
     ]
     for method in ("GeoMesh", "CONA", "BiCache"):
@@ -237,14 +274,14 @@ def render(results: Mapping[str, Any]) -> str:
     lines += [
         "## How the figures were made",
         "",
-        "| part | command | clock | takes | machine, date |",
-        "|---|---|---|---|---|",
+        "| part | command | clock | machine, date |",
+        "|---|---|---|---|",
     ]
     for name, part in results["parts"].items():
-        command = "<br>".join(f"`{c}`" for c in part["command"])
+        command = "<br>".join(f"`{c}`" for c in part["commands"])
         machines = part["machine"]
-        where = "; ".join(machines) if isinstance(machines, list) else machines or "not recorded"
-        row = (name, command, part["clock"], part["costs"], f"{where}, {part['date']}")
+        where = "; ".join(machines) if isinstance(machines, list) else machines
+        row = (name, command, part["clock"], f"{where}, {part['date']}")
         lines.append(f"| {' | '.join(row)} |")
     missing = [name for name in PARTS if name not in results["parts"]]
     if missing:

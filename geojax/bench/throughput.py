@@ -37,7 +37,7 @@ from geojax.diffusion.request import SamplingConfig
 from geojax.diffusion.sampler import Sampler
 from geojax.models.config import TransformerConfig
 from geojax.models.transformer import Transformer, init_params
-from geojax.track.environment import machine
+from geojax.track.environment import machine, made_by
 from geojax.track.metrics import NewFile, to_json, write_atomically
 
 SHARES = (0.5, 0.7, 0.9)
@@ -170,7 +170,7 @@ def run_throughput(options: ThroughputOptions) -> list[Point]:
             points.append(point)
     console.print(f"Measured clock, {points[-1].machine}; random weights.")
     path = options.json or options.out / "throughput.json"
-    _write(path, {"points": [asdict(p) for p in points]})
+    _write(path, made_by("measured") | {"points": [asdict(p) for p in points]})
     _plot(points, options.out / "throughput.png")
     console.print(f"wrote {path}, a picture in {options.out}", soft_wrap=True)
     return points

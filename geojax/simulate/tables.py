@@ -11,6 +11,7 @@ model that is much smaller. Invariant: nothing is fitted to any other published 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import mean
 from typing import Any
 
 import tyro
@@ -33,6 +34,8 @@ from geojax.track.section import new_table
 from geojax.track.summary import common_target, load_run, summarise
 
 SIZES = ("150m", "300m", "500m")
+ABOUT = 0.1
+"""Relative distance within which a figure counts as the published one."""
 _ROUNDS = 400  # stand for the whole run, as a round is like the one before
 _SEQ_LEN = 1024
 
@@ -89,15 +92,15 @@ def tables_content(
     wan: str,
     sizes: Mapping[str, Mapping[str, Outcome]],
     ablation: Mapping[str, Outcome],
-    shares: Mapping[str, float],
+    shares: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
     """What tables and JSON show."""
     return {
         "wan": wan,
         "units": {
             "hours_by_size": "for 20 tokens a parameter; DiLoCo at 150M set to 3.7",
-            "hours_to_target": "hours_by_size at 150M times tokens_to_target",
-            "tokens_to_target": "share of DiLoCo's, in the runs given",
+            "hours_to_target": "hours_by_size at 150M times tokens_to_target, mean over seeds",
+            "tokens_to_target": "share of DiLoCo's, in the runs given, by seed",
             "ablation_hours": "for the same tokens; DiLoCo set to 12.0",
             "idle": "shares of the run's time, of the slice with most",
         },
@@ -159,9 +162,9 @@ def hours(
     return {name: published * o.hours / base["diloco"].hours for name, o in found.items()}
 
 
-def tokens_to_target(folders: Sequence[str]) -> dict[str, float]:
-    """Tokens that each method needed to a common target over those that DiLoCo did, mean over
-    seeds. ConfigError where a seed has no run of DiLoCo, or one that did not come to the target."""
+def tokens_to_target(folders: Sequence[str]) -> dict[str, list[float]]:
+    """Tokens that each method needed to a common target over those that DiLoCo did, by seed.
+    ConfigError where a seed has no run of DiLoCo, or one that did not come to the target."""
     by_seed: dict[int, dict[str, Any]] = {}
     for folder in folders:
         run = load_run(folder)
@@ -177,7 +180,7 @@ def tokens_to_target(folders: Sequence[str]) -> dict[str, float]:
             assert tokens is not None
             assert diloco is not None
             found.setdefault(name, []).append(tokens / diloco)
-    return {name: sum(shares) / len(shares) for name, shares in found.items()}
+    return found
 
 
 def disagreements(ablation_hours: Mapping[str, float]) -> list[str]:
@@ -185,7 +188,7 @@ def disagreements(ablation_hours: Mapping[str, float]) -> list[str]:
     lines = []
     for name, value in ablation_hours.items():
         published = PUBLISHED_HOURS[name]
-        if abs(value / published - 1) > 0.1:
+        if abs(value / published - 1) > ABOUT:
             lines.append(
                 f"{name}: {value:.1f} h here, {published:.1f} published "
                 f"({value / published - 1:+.0%}); not explained by compute and bytes alone."
@@ -193,9 +196,11 @@ def disagreements(ablation_hours: Mapping[str, float]) -> list[str]:
     return lines
 
 
-def _to_target(outcomes: Mapping[str, Outcome], shares: Mapping[str, float]) -> dict[str, float]:
+def _to_target(
+    outcomes: Mapping[str, Outcome], shares: Mapping[str, Sequence[float]]
+) -> dict[str, float]:
     found = hours(outcomes, 3.7, outcomes)
-    return {n: h * shares[n.partition(", ")[0]] for n, h in found.items() if n in shares}
+    return {n: h * mean(shares[n]) for n, h in found.items() if n in shares}
 
 
 def size_table(content: Mapping[str, Any]) -> Table:

@@ -6,8 +6,13 @@ Invariant: nothing is imported to find out, so asking costs milliseconds and tou
 
 import os
 import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "geojax")
 
@@ -21,6 +26,18 @@ def machine() -> str:
 def versions() -> dict[str, str]:
     """Installed version of each package that results depend on."""
     return {package: version(package) for package in _PACKAGES}
+
+
+def made_by(clock: str, machines: Sequence[str] | str | None = None) -> dict[str, Any]:
+    """What a file of figures says of its making: this command, this day, and this machine unless
+    the figures come from runs on other `machines`."""
+    return {
+        "command": shlex.join(["geojax", *sys.argv[1:]]),
+        "generated": datetime.now(UTC).date().isoformat(),
+        "clock": clock,
+        "machine": machines or machine(),
+        "versions": versions(),
+    }
 
 
 def usable_cores() -> list[int]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from made_run import figures
 
 from geojax.bench import bicache
 from geojax.bench import guard as guard_bench
@@ -104,6 +105,7 @@ def test_what_the_guard_was_asked_is_kept(folder, tmp_path, monkeypatch):
     assert asked[len(first) :] == [("copy", 0.7)]
     run_guard(replace(options, count=3))
     assert len(asked) == 2 * len(first) + 1
+    assert len(figures(options.out / "guard.json")["watches"]) == len(first)
 
 
 @pytest.mark.parametrize("harm", [0.0, 0.3])
@@ -120,6 +122,7 @@ def test_depths_are_tried_one_by_one_only_where_reuse_costs_something(
     found = run_bicache(BicacheOptions(folder, out=tmp_path, count=500, tasks=("copy",)))
     tried = {r.cell.depth for r in found if r.cell.policy == "bicache"}
     assert tried == ({1, 2, 3} if harm else {1})
+    assert len(figures(tmp_path / "bicache.json")["results"]) == len(found)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"right": [1]}', "7"])

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from made_run import figures
 from made_text import write_words
 from rich.console import Console
 
@@ -322,7 +323,7 @@ def test_a_report_is_of_whatever_has_ended(base, tmp_path, capsys):
     fixed = said[said.index("fixed batches") :].splitlines()
     finals = {4: load_run(tmp_path / "gpt" / "seed0" / "gb4").final_perplexity}
     assert any(line.split() == ["4", "0.005", f"{finals[4]:.2f}"] for line in fixed)
-    content = json.loads((tmp_path / "report.json").read_text())
+    content = figures(tmp_path / "report.json")
     assert [r["seed"] for r in content["results"]] == [0, 1]
     assert len(content["results"][0]["ratios"]["shortest iteration"]) == len(SHARES)
     assert "shortest iteration" not in content["results"][1]["ratios"]

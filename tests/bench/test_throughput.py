@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from made_run import figures
 
 from geojax.bench import throughput
 from geojax.bench.throughput import BLOCK, STEPS, ThroughputOptions, operations, run_throughput
@@ -86,6 +87,7 @@ def test_points_of_each_length_are_kept_and_damaged_ones_are_measured_again(tmp_
         (tmp_path / f"batch1-share{share}-length400.json").write_text(text)
     run_throughput(ThroughputOptions(tmp_path, (1,), length=400, layers=2, dim=32, rounds=1))
     assert sorted(measured[6:]) == sorted(measured[:3])
+    assert len(figures(tmp_path / "throughput.json")["points"]) == 3
 
 
 def test_the_notes_say_from_which_refresh_a_shared_prefix_pays():

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The published tables on the modelled clock: one figure is set, the others follow from it."""
 
-import json
-
 import pytest
+from made_run import figures
 
 from geojax.cli import main
 from geojax.config import ConfigError
@@ -63,7 +62,7 @@ def test_the_command_shows_every_method_and_size(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tables, "SIZES", SIZES[:2])  # each takes its time to measure
     path = tmp_path / "tables.json"
     assert main(["simulate", "tables", "--json", str(path)]) == 0
-    content, shown = json.loads(path.read_text()), capsys.readouterr().out
+    content, shown = figures(path), capsys.readouterr().out
     assert set(content["hours_by_size"]) == set(SIZES[:2])
     assert all(set(row) == set(BY_SIZE) for row in content["hours_by_size"].values())
     assert content["hours_by_size"]["150m"]["diloco"] == pytest.approx(3.7)
