@@ -7,7 +7,7 @@ the user's ends in one message and exit code 2; a run that fails for another rea
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from difflib import get_close_matches
 from importlib import import_module
@@ -125,8 +125,21 @@ def _runs():
     return runs
 
 
+def _asks_help(args: list[str]) -> bool:
+    return args[:1] in (["-h"], ["--help"])
+
+
+def _parts_help(command: str, parts: Iterable[str]) -> int:
+    """Of a command that is several."""
+    print(f"usage: geojax {command} {{{','.join(parts)}}} ...\n\n{COMMANDS[command].__doc__}")
+    print(f"\n`geojax {command} NAME --help` says more.")
+    return 0
+
+
 def data(args: list[str]) -> int:
     """Tokenise ahead of time: geojax data prepare PRESET_OR_FILE."""
+    if _asks_help(args):
+        return _parts_help("data", ["prepare"])
     if args[:1] != ["prepare"]:
         raise ConfigError(
             f"geojax data knows only `prepare`, not {' '.join(args[:1]) or 'nothing'!r}"
@@ -176,6 +189,8 @@ _BENCHES = {
 
 def bench(args: list[str]) -> int:
     """Longer comparisons: geomesh, tune METHOD, cona, bicache, throughput, guard, serve, paper."""
+    if _asks_help(args):
+        return _parts_help("bench", _BENCHES)
     if not args or args[0] not in _BENCHES:
         raise ConfigError(f"geojax bench wants one of {[*_BENCHES]}, not {(args or [''])[0]!r}")
     if args[0] == "serve":
@@ -263,6 +278,8 @@ def simulate(args: list[str]) -> int:
 def profile(args: list[str]) -> int:
     """Time steps, or find how deep prefixes may be shared: profile strategies, trace, depth."""
     known = {"strategies": ProfileStrategies, "trace": ProfileTrace}
+    if _asks_help(args):
+        return _parts_help("profile", [*known, "depth"])
     if args and args[0] == "depth":
         from geojax.bicache.table import DepthOptions, run_depth
 

@@ -101,6 +101,12 @@ def test_help_of_commands_that_take_a_preset_lists_every_one(command, capsys):
     assert [name for name in listed if name in PRESETS] == list(PRESETS)
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys):
+    assert code([command, "--help"]) == 0
+    assert "usage" in capsys.readouterr().out
+
+
 def test_help_of_a_preset_lists_fields_of_every_part(capsys):
     assert code(["train", "demo-geomesh", "--help"]) == 0
     shown = capsys.readouterr().out

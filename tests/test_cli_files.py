@@ -30,6 +30,31 @@ COMMANDS = [
 ]
 
 
+FOLDERS = [
+    "demo",
+    "bench geomesh",
+    "bench cona",
+    "bench tune geomesh",
+    "bench bicache MODEL",
+    "bench guard MODEL",
+    "bench throughput",
+    "bench paper",
+    "plan llama-tiny",
+    "plan quickstart --cluster c.toml",
+    "report RUN",
+    "simulate quickstart",
+]
+
+
+@pytest.mark.parametrize("command", FOLDERS)
+def test_a_folder_that_cannot_be_made_is_said_at_once(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain").touch()
+    assert main([*command.split(), "--out", "plain/x"]) == 2
+    assert "--out plain/x cannot be written" in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_file_that_cannot_be_written_is_said_at_once(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -32,7 +32,7 @@ from geojax.diffusion.exact import LENGTH, STEPS, require_tasks, right
 from geojax.diffusion.load import Model, load
 from geojax.diffusion.request import Request
 from geojax.track.environment import made_by
-from geojax.track.metrics import NewFile, to_json, write_atomically
+from geojax.track.metrics import NewFile, NewFolder, to_json, write_atomically
 
 SHARES = (0.5, 0.7, 0.9)
 HARMLESS = 0.018
@@ -46,7 +46,7 @@ class BicacheOptions:
 
     model: tyro.conf.Positional[Path]
     """Folder of a diffusion model of tasks, such as a run of preset dlm-tasks."""
-    out: Path = Path("runs/bench-bicache")
+    out: NewFolder = Path("runs/bench-bicache")
     """Folder of what was answered."""
     count: int = 2_000
     """Requests of each task and share."""

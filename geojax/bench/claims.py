@@ -170,7 +170,7 @@ def _planner_over_best(result: Mapping[str, Any], shares: Sequence[float]) -> fl
     return max(found, default=None)
 
 
-def _most(measure: Callable[[Any, Sequence[float]], Sequence[float] | float | None]):
+def _most(measure: Callable[[Any, Sequence[float]], float | None]):
     """The most that a run of any model comes to."""
 
     def find(content: Any) -> Figure | None:

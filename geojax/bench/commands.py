@@ -9,7 +9,7 @@ import tyro
 
 from geojax.bench import cona, geomesh
 from geojax.track.environment import usable_cores
-from geojax.track.metrics import NewFile
+from geojax.track.metrics import NewFile, NewFolder
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class _Jobs:
 class DemoOptions(_Jobs):
     """Train one small model by four methods over four unequal slices, and compare them."""
 
-    out: Path = Path("runs/demo")
+    out: NewFolder = Path("runs/demo")
     """Folder of the runs, pictures and report.json; finished runs in it are kept."""
 
 
@@ -32,7 +32,7 @@ class DemoOptions(_Jobs):
 class GeomeshOptions(_Jobs):
     """All methods and controls over several seeds. Resumable: start it again to go on."""
 
-    out: Path = Path("runs/bench-geomesh")
+    out: NewFolder = Path("runs/bench-geomesh")
     """Folder of the runs."""
     seeds: int = 3
     methods: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class ConaOptions(_Jobs):
     """CONA against fixed strategies, a warm-up by hand and an oracle; says first what it costs.
     Resumable: start it again to go on."""
 
-    out: Path = Path("runs/bench-cona")
+    out: NewFolder = Path("runs/bench-cona")
     """Folder of the runs, pictures and report.json."""
     models: tuple[str, ...] = ("gpt", "bert", "llama")
     """Which."""
@@ -61,7 +61,7 @@ class TuneOptions(_Jobs):
     """Twelve settings of each method's optimizers, on held-out text of its own."""
 
     methods: tyro.conf.Positional[tuple[str, ...]] = ()
-    out: Path = Path("runs/tune-geomesh")
+    out: NewFolder = Path("runs/tune-geomesh")
     """Folder of the runs."""
 
 

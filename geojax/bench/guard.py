@@ -31,7 +31,7 @@ from geojax.diffusion.exact import LENGTH, STEPS, require_tasks
 from geojax.diffusion.load import Model, load
 from geojax.models.transformer import Transformer
 from geojax.track.environment import made_by
-from geojax.track.metrics import NewFile, to_json, write_atomically
+from geojax.track.metrics import NewFile, NewFolder, to_json, write_atomically
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class GuardOptions:
 
     model: tyro.conf.Positional[Path]
     """Folder of a diffusion model of tasks, such as a run of preset dlm-tasks."""
-    out: Path = Path("runs/bench-guard")
+    out: NewFolder = Path("runs/bench-guard")
     """Folder of what was answered."""
     depth: int = 4
     """Layers that all prefixes are shared in, but too many for task fill."""

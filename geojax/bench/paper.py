@@ -18,10 +18,12 @@ from typing import Any
 
 import tyro
 from rich.console import Console
+from rich.table import Table
 
 from geojax.bench.claims import CLAIMS, Claim, Figure
 from geojax.config import RunError, require
-from geojax.track.metrics import NewFile, to_json, write_atomically
+from geojax.track.metrics import NewFile, NewFolder, to_json, write_atomically
+from geojax.track.section import new_table
 
 SEEDS = 3
 
@@ -107,7 +109,7 @@ class PaperOptions:
 
     parts: tyro.conf.Positional[tuple[str, ...]] = ()
     """Some of geomesh, tables, latency, cona, throughput, bicache; unset: all."""
-    out: Path = Path("runs/paper")
+    out: NewFolder = Path("runs/paper")
     """Folder of runs and figures."""
     page: NewFile | None = None
     """Markdown file to write, results.json beside it; unset: results.md in the folder."""
@@ -287,6 +289,15 @@ def render(results: Mapping[str, Any]) -> str:
     if missing:
         lines += ["", f"Not run yet: {', '.join(missing)}."]
     return "\n".join(lines) + "\n"
+
+
+def verdict_table(claims: Sequence[Mapping[str, Any]]) -> Table:
+    """One line a claim."""
+    found = new_table("claim", "published", "ours", "verdict")
+    for c in claims:
+        row = (f"{c['method']}: {c['claim']}", c["published"], c["ours"] or "", c["verdict"])
+        found.add_row(*map(str, row))
+    return found
 
 
 def _table(claims: Sequence[Mapping[str, Any]], notes: Sequence[str]) -> list[str]:

@@ -15,7 +15,6 @@ Resumable: what was measured lies in the folder, a file for each batch, share an
 """
 
 import json
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,11 +23,10 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from geojax.bench.denoising import shared_jobs
+from geojax.bench.throughput_table import BLOCK, Point, Row, notes, plot_throughput, table
 from geojax.bicache.depth import Depths
 from geojax.bicache.engine import Engine, Sizes
 from geojax.bicache.policy import Policy, get_policy
@@ -38,10 +36,10 @@ from geojax.diffusion.sampler import Sampler
 from geojax.models.config import TransformerConfig
 from geojax.models.transformer import Transformer, init_params
 from geojax.track.environment import machine, made_by
-from geojax.track.metrics import NewFile, to_json, write_atomically
+from geojax.track.metrics import NewFile, NewFolder, to_json, write_atomically
 
 SHARES = (0.5, 0.7, 0.9)
-BLOCK, STEPS = 32, 16
+STEPS = 16
 _MASK = 8191
 _HEADS = 8
 _COLD = ("cold", 1)  # bicache whose store is empty
@@ -60,52 +58,10 @@ POLICIES: tuple[tuple[str, int | None], ...] = (
 
 
 @dataclass(frozen=True)
-class Row:
-    """A policy at one batch and share."""
-
-    batch: int
-    share: float
-    policy: str
-    every: int | None
-    """Steps from one refresh to the next."""
-    ratio: float
-    """Of throughput over no reuse: the median over rounds."""
-    low: float
-    high: float
-    predicted: float
-    """By counting multiplications."""
-
-    @property
-    def label(self) -> str:
-        return self.policy if self.every is None else f"{self.policy}, every {self.every}"
-
-
-@dataclass(frozen=True)
-class Point:
-    """All policies at one batch and share."""
-
-    batch: int
-    share: float
-    length: int
-    rounds: int
-    plain_seconds: float
-    """Of one batch of requests without reuse, the median."""
-    build_seconds: float
-    """Of the prefix."""
-    saved_seconds: float
-    """By one refresh of one request whose prefix is shared, over one of its own."""
-    machine: str
-    rows: tuple[Row, ...]
-
-    def ratio(self, policy: str, every: int | None) -> float:
-        return next(r.ratio for r in self.rows if (r.policy, r.every) == (policy, every))
-
-
-@dataclass(frozen=True)
 class ThroughputOptions:
     """Throughput under every policy of reuse, on a model with random weights. Resumable."""
 
-    out: Path = Path("runs/bench-throughput")
+    out: NewFolder = Path("runs/bench-throughput")
     """Folder of what was measured, of the picture and of throughput.json."""
     batches: tuple[int, ...] = (1, 4)
     """Requests at a time."""
@@ -170,8 +126,9 @@ def run_throughput(options: ThroughputOptions) -> list[Point]:
             points.append(point)
     console.print(f"Measured clock, {points[-1].machine}; random weights.")
     path = options.json or options.out / "throughput.json"
-    _write(path, made_by("measured") | {"points": [asdict(p) for p in points]})
-    _plot(points, options.out / "throughput.png")
+    facts = {"depth": config.layers // 2, "points": [asdict(p) for p in points]}
+    _write(path, made_by("measured") | facts)
+    plot_throughput(points, options.out / "throughput.png")
     console.print(f"wrote {path}, a picture in {options.out}", soft_wrap=True)
     return points
 
@@ -242,70 +199,6 @@ def operations(
         masks = BLOCK - step * BLOCK // STEPS
         total += max(masks, 1) * config.dim * config.padded_vocab
     return total
-
-
-def table(point: Point) -> Table:
-    """Policies over no reuse."""
-    found = Table(
-        "policy",
-        "over no reuse",
-        "rounds",
-        "predicted",
-        "of it",
-        box=box.SIMPLE_HEAD,
-        title=f"batch {point.batch}, prefix {point.share:.0%} of {point.length} tokens",
-        title_justify="left",
-    )
-    for r in point.rows:
-        found.add_row(
-            r.label,
-            f"{r.ratio:.2f}x",
-            f"{r.low:.2f}-{r.high:.2f}",
-            f"{r.predicted:.2f}x",
-            f"{r.ratio / r.predicted:.2f}",
-        )
-    return found
-
-
-def notes(point: Point, depth: int) -> list[str]:
-    """What sharing between requests adds, and what it costs."""
-    prefix, p = round(point.share * point.length), point
-    tokens = p.batch * BLOCK / p.plain_seconds
-    gains = [f"{p.ratio('bicache', k) / p.ratio('refresh', k):.2f}x at {k}" for k in (1, 4, 16)]
-    lines = [
-        f"No reuse: {p.plain_seconds:.2f} s, {tokens:.1f} tokens/s.",
-        f"What sharing between requests adds, by steps between refreshes: {', '.join(gains)}.",
-        f"bicache-dual over dual: {p.ratio('bicache-dual', None) / p.ratio('dual', None):.2f}x.",
-    ]
-    if p.saved_seconds <= 0:
-        return [*lines, "A refresh takes no less where the prefix is shared."]
-    pays = max(math.ceil(p.build_seconds / p.saved_seconds), 1)
-    return [
-        *lines,
-        f"The prefix takes {1e3 * p.build_seconds:.0f} ms to build ({depth * prefix} row-layers); "
-        f"a refresh of one request saves {1e3 * p.saved_seconds:.0f} ms: it pays from refresh "
-        f"{pays} on.",
-    ]
-
-
-def _plot(points: Sequence[Point], path: Path) -> None:
-    """Speed over no reuse by the prefix's share, a panel for each batch."""
-    from matplotlib.figure import Figure
-
-    batches = sorted({p.batch for p in points})
-    figure = Figure(figsize=(5 * len(batches) + 1.6, 4.2), dpi=150, layout="constrained")
-    panels = figure.subplots(1, len(batches), squeeze=False, sharey=True)[0]
-    for axes, batch in zip(panels, batches, strict=True):
-        here = sorted((p for p in points if p.batch == batch), key=lambda p: p.share)
-        for name, every in POLICIES:
-            label = Row(batch, 0, name, every, 0, 0, 0, 0).label
-            line = [p.ratio(name, every) for p in here]
-            axes.plot([p.share for p in here], line, "o-", markersize=3.5, label=label)
-        axes.axhline(1, color="grey", linewidth=0.8)
-        axes.set(title=f"batch {batch}", xlabel="share of the prefix", yscale="log")
-    panels[0].set(ylabel="throughput over no reuse (measured)")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
-    figure.savefig(path)
 
 
 def _known(

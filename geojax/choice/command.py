@@ -17,7 +17,7 @@ from geojax.choice.tasks import TASKS, known, load_items
 from geojax.config import require
 from geojax.data import cache_dir
 from geojax.track.console import format_seconds
-from geojax.track.metrics import to_json, write_atomically
+from geojax.track.metrics import NewFolder, to_json, write_atomically
 
 ITEMS = 250
 
@@ -34,7 +34,7 @@ class ChoiceOptions:
     """Masks of each choice, of a diffusion model; 0: 32."""
     dtype: str = "float32"
     batch_tokens: int = BATCH_TOKENS
-    out: Path | None = None
+    out: NewFolder | None = None
     json: Path | None = None
 
 

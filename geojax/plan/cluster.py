@@ -51,6 +51,9 @@ from geojax.meshes.wan import (
 )
 from geojax.simulate.setting import MOST_SLICES
 
+MOST_GPUS = 4096
+"""Of one cluster."""
+
 
 @dataclass(frozen=True)
 class Site:
@@ -137,6 +140,14 @@ def _gpu(name: str, row: Mapping[str, Any]) -> Gpu:
     return Gpu(flops, int(memory), bandwidth, link)
 
 
+def require_gpus(nodes: int, gpus_per_node: int, where: str) -> None:
+    """ConfigError for more than a plan can look through."""
+    require(
+        nodes * gpus_per_node <= MOST_GPUS,
+        f"{where}: {nodes:,} nodes of {gpus_per_node:,} GPUs; a plan is of up to {MOST_GPUS:,}",
+    )
+
+
 def _site(
     row: Mapping[str, Any], number: int, gpus: Mapping[str, Gpu], prices: Mapping[str, float]
 ) -> Site:
@@ -146,7 +157,9 @@ def _site(
     _known(row, ("name", "region", "gpu", *counts, *rest), where)
     name, region, gpu = (_text(row, key, where) for key in ("name", "region", "gpu"))
     _one_of(gpu, gpus, f"{where}: no GPU named")
-    cluster = Cluster(gpus[gpu], *(_count(row, key, where) for key in counts))
+    nodes, of_each = (_count(row, key, where) for key in counts)
+    require_gpus(nodes, of_each, where)
+    cluster = Cluster(gpus[gpu], nodes, of_each)
     network, price = rest
     if network in row:
         bits = _number(row, network, where, above=0) * 1e9
@@ -261,6 +274,9 @@ def _number(
     value = row.get(key)
     bound = f"at least {at_least:g}" if at_least > -math.inf else f"above {above:g}"
     good = isinstance(value, int | float) and not isinstance(value, bool)
-    good = good and math.isfinite(value) and value > above and value >= at_least
+    try:
+        good = good and math.isfinite(value) and value > above and value >= at_least
+    except OverflowError:  # a whole number beyond all floats
+        good = False
     require(good, f"{where}: {key} {value!r} must be a finite number, {bound}")
     return float(value)  # type: ignore[arg-type]

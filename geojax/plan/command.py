@@ -48,11 +48,12 @@ from geojax.plan.chain_report import (
     plot_chain,
     print_chain,
 )
+from geojax.plan.cluster import require_gpus
 from geojax.plan.exact import exact_bytes
 from geojax.plan.timing import read_timing, timing_source
 from geojax.track.console import format_seconds, format_share
 from geojax.track.environment import machine, versions
-from geojax.track.metrics import NewFile, to_json, write_atomically
+from geojax.track.metrics import NewFile, NewFolder, to_json, write_atomically
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class PlanOptions:
     """Also say why others are out."""
     json: NewFile | None = None
     """File for all candidates."""
-    out: Path | None = None
+    out: NewFolder | None = None
     """Folder for the pictures, plan.png and with a chain chain.png."""
     chain: bool = False
     """Also predict the chain of strategies of a run, and what fixed ones would take."""
@@ -178,18 +179,23 @@ def _job(options: PlanOptions, model: TransformerConfig) -> Job:
     for field in ("global_batches", "micro_batches"):
         values = getattr(options, field)
         require(values and min(values) >= 1, f"{field} {list(values)} must each be at least 1")
-    require(options.network > 0, f"network {options.network} must be above 0 bytes a second")
-    seq_len = options.seq_len or model.context or 2048
+    require(
+        0 < options.network < math.inf,
+        f"network {options.network} must be a finite number of bytes a second, above 0",
+    )
+    require_gpus(options.nodes, options.gpus_per_node, "this plan")
+    seq_len = (model.context or 2048) if options.seq_len is None else options.seq_len
+    require(seq_len >= 1, f"seq_len {seq_len} must be at least 1")
     require(
         not model.context or seq_len <= model.context,
         f"seq_len {seq_len} exceeds the model's context {model.context}; use that or less",
     )
     figures = (options.gpu_flops, options.gpu_memory, options.gpu_bandwidth, options.gpu_link)
-    if any(figures):
+    if any(x is not None for x in figures):
         require(
-            all(figures) and min(x for x in figures if x) > 0,
+            all(0 < (x or 0) < math.inf for x in figures),
             "a GPU of your own needs all of --gpu-flops, --gpu-memory, --gpu-bandwidth and "
-            "--gpu-link, each above 0",
+            "--gpu-link, each finite and above 0",
         )
         flops, memory, bandwidth, link = (float(x or 0) for x in figures)
         gpu = Gpu(flops, int(memory), bandwidth, link)

@@ -28,7 +28,7 @@ from geojax.plan.whole_report import (
 )
 from geojax.simulate.report import write_figures
 from geojax.simulate.setting import How
-from geojax.track.metrics import NewFile
+from geojax.track.metrics import NewFile, NewFolder
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class WholeOptions:
     """Let the compiler count the memory of the plan's strategies; needs the extra `aot`."""
     calibration: Path | None = None
     """File of `geojax profile strategies --out`; unset: fitted to A100 rows."""
-    out: Path | None = None
+    out: NewFolder | None = None
     """Folder for the picture gantt.png."""
     json: NewFile | None = None
     """File for all figures."""

@@ -20,7 +20,7 @@ from geojax.config import ConfigError, require
 from geojax.report.inputs import Inputs, read_inputs
 from geojax.report.page import write_page
 from geojax.runs import stop_on_signals
-from geojax.track.metrics import NewFile
+from geojax.track.metrics import NewFile, NewFolder
 from geojax.track.report import publish
 from geojax.track.section import new_console
 
@@ -32,10 +32,10 @@ class ReportOptions:
     """Runs and results side by side: tables, pictures, a page, JSON."""
 
     inputs: tyro.conf.Positional[tuple[str, ...]]
-    """Run folders, and files that `profile depth`, `bench`, `simulate` or `report` wrote."""
+    """Run folders, and files that `bench`, `profile depth`, `simulate` or `report` wrote."""
     html: NewFile | None = None
     """File for one page of everything, which loads nothing else."""
-    out: Path | None = None
+    out: NewFolder | None = None
     """Folder for the pictures."""
     json: NewFile | None = None
     """File for the figures of runs, with units, clock, seeds, versions and machine."""
@@ -64,7 +64,10 @@ def run_report(options: ReportOptions) -> None:
     """ConfigError where an input is none, or an option makes no sense."""
     console = new_console()
     if options.watch is not None:
-        require(options.watch > 0, f"--watch {options.watch}: seconds must be above 0")
+        require(
+            0 < options.watch <= 3600,
+            f"--watch {options.watch}: seconds must be above 0, and 3600 at most",
+        )
         require(
             not (options.tensorboard or options.trackio),
             "--watch is for the terminal and the page; leave it out to export to other trackers",

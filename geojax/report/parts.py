@@ -49,6 +49,21 @@ def guard_parts(content: Content) -> Parts:
     return [Block(table=watch_table(found), notes=(alarm_line(found),))], []
 
 
+def throughput_parts(content: Content) -> Parts:
+    from geojax.bench.throughput_table import Point, notes, plot_throughput, table
+
+    points = TypeAdapter(tuple[Point, ...]).validate_python(content["points"])
+    blocks = [Block(table=table(p), notes=tuple(notes(p, content["depth"]))) for p in points]
+    about = "Throughput over no reuse, by the prefix's share of a request."
+    return blocks, [Picture("throughput", about, partial(plot_throughput, points))]
+
+
+def paper_parts(content: Content) -> Parts:
+    from geojax.bench.paper import verdict_table
+
+    return [Block(table=verdict_table(content["claims"]))], []
+
+
 def serve_parts(content: Content) -> Parts:
     from geojax.bench.serve_table import load_table, plot_load
 

@@ -18,7 +18,7 @@ from geojax.report import parts
 from geojax.report.parts import Content, Parts
 from geojax.track.section import Block, Picture, Section, Target
 
-_MADE_BY = ("generated", "clock", "machine", "versions")
+_MADE_BY = ("command", "generated", "clock", "machine", "versions")
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,21 @@ _KINDS = (
         "",
         parts.guard_parts,
         "revision every",
+    ),
+    _kind(
+        "throughput under policies of reuse",
+        "bench throughput",
+        "points depth",
+        "",
+        parts.throughput_parts,
+        "depth",
+    ),
+    _kind(
+        "what was published, and what came of it",
+        "bench paper",
+        "claims parts",
+        "",
+        parts.paper_parts,
     ),
     _kind(
         "a server under load",

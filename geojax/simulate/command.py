@@ -7,7 +7,6 @@ modelled clock, and says so.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -23,7 +22,7 @@ from geojax.simulate.scaling import plot_scaling, print_scaling, scaling, scalin
 from geojax.simulate.setting import How, Setting, make_setting, with_modelled_clock
 from geojax.simulate.speeds import Change, Speeds, parse_change
 from geojax.track.console import format_count, format_seconds, format_share
-from geojax.track.metrics import NewFile
+from geojax.track.metrics import NewFile, NewFolder
 
 _SHOWN = 6  # rounds that are shown after a change of speed
 
@@ -60,7 +59,7 @@ class SimulateOptions:
     """Rounds to simulate; unset: to the token budget."""
     scaling: bool = False
     """Bytes and round times over 2 to 256 slices by each pattern, in place of a run."""
-    out: Path | None = None
+    out: NewFolder | None = None
     """Folder for the picture of --scaling."""
     json: NewFile | None = None
     """File for the figures."""

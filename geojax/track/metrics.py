@@ -21,6 +21,8 @@ type Record = dict[str, Any]
 _NEW_FILE = "a file that a command writes when it has done its work"
 NewFile = Annotated[Path, _NEW_FILE]
 """An option of such a file; `require_writable` looks at it before the work."""
+_NEW_FOLDER = "a folder that a command writes files into"
+NewFolder = Annotated[Path, _NEW_FOLDER]
 
 
 class MetricsWriter:
@@ -107,25 +109,37 @@ def write_atomically(path: Path | str, text: str) -> None:
 
 
 def require_writable(options: Any) -> None:
-    """Make the folders of the files that `options`, a dataclass, names as `NewFile`.
+    """Make the folders that `options`, a dataclass, names as `NewFolder`, and those of the files
+    that it names as `NewFile`.
 
     ConfigError where `write_atomically` could not write one.
     """
+    folders = []
     for field in fields(options):
         path = getattr(options, field.name)
-        hints = (field.type, *get_args(field.type))
-        if path is None or not any(_NEW_FILE in getattr(h, "__metadata__", ()) for h in hints):
-            continue
+        hints = {m for h in (field.type, *get_args(field.type)) for m in _metadata(h)}
         option = f"--{field.name.replace('_', '-')} {path}"
-        require(not path.is_dir(), f"{option} is a folder; name a file in it")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _scratch(path).open("a").close()
-            _scratch(path).unlink()
-        except OSError as error:
-            raise ConfigError(
-                f"{option} cannot be written ({error}); name a file in a folder that can"
-            ) from error
+        if path is not None and _NEW_FILE in hints:
+            require(not path.is_dir(), f"{option} is a folder; name a file in it")
+            require_file(path, option, "name a file in a folder that can")
+        elif path is not None and _NEW_FOLDER in hints:
+            folders.append((path / "figures", option))
+    for path, option in folders:  # last, as they stay
+        require_file(path, option, "name a folder that can")
+
+
+def _metadata(hint: Any) -> tuple[Any, ...]:
+    return getattr(hint, "__metadata__", ())
+
+
+def require_file(path: Path, option: str, fix: str) -> None:
+    """Make its folder; ConfigError, which names `option`, where `path` could not be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _scratch(path).open("a").close()
+        _scratch(path).unlink()
+    except OSError as error:
+        raise ConfigError(f"{option} cannot be written ({error}); {fix}") from error
 
 
 def _scratch(path: Path) -> Path:

@@ -100,6 +100,16 @@ class Summary:
     tokens_to_target: float | None
 
 
+_NEEDED = {
+    "start": {"method", "clock", "seed"},
+    "round": {"round", "tokens", "seconds", "round_seconds"},
+    "slice": {"round", "slice", "tokens"},
+    "eval": {"round", "tokens", "seconds", "loss", "perplexity"},
+    **{kind: {"round"} for kind in ("switch", "refused", "decision", "plan")},
+}
+"""By kind: keys without which a record says nothing."""
+
+
 class NoResultsError(ConfigError):
     """Of a run that has nothing to show yet, though it may once it has gone on."""
 
@@ -117,7 +127,14 @@ def load_run(folder: Path | str) -> Run:
     records = read_records(path)
     by_kind = defaultdict(list)
     for record in records:
-        by_kind[record["kind"]].append(record)
+        kind = record["kind"]
+        missing = sorted(_NEEDED.get(kind, set()) - record.keys())
+        require(
+            not missing,
+            f"{path}: a {kind} record has no {', '.join(missing)}; the file was changed after the "
+            "run wrote it, so put a copy of it back",
+        )
+        by_kind[kind].append(record)
     for kind, missing in (("start", "start record"), ("round", "round"), ("eval", "evaluation")):
         if not by_kind[kind]:
             raise NoResultsError(f"{path} has no {missing} yet; let the run go on, then try again")

@@ -8,7 +8,8 @@ import pytest
 from made_run import figures
 
 from geojax.bench import throughput
-from geojax.bench.throughput import BLOCK, STEPS, ThroughputOptions, operations, run_throughput
+from geojax.bench.throughput import STEPS, ThroughputOptions, operations, run_throughput
+from geojax.bench.throughput_table import BLOCK, Point, Row, notes
 from geojax.bicache.policy import get_policy
 from geojax.config import ConfigError
 from geojax.models.config import TransformerConfig
@@ -63,11 +64,10 @@ def test_what_cannot_be_measured_is_refused_first(options, words, tmp_path):
 def made(sampler, batch, share, options):
     """A point without a measurement."""
     rows = tuple(
-        throughput.Row(batch, share, name, every, 2.0, 1.0, 3.0, 2.5)
-        for name, every in throughput.POLICIES
+        Row(batch, share, name, every, 2.0, 1.0, 3.0, 2.5) for name, every in throughput.POLICIES
     )
     seconds = (1.0, 0.4, 0.03)
-    return throughput.Point(batch, share, options.length, 1, *seconds, throughput.machine(), rows)
+    return Point(batch, share, options.length, 1, *seconds, throughput.machine(), rows)
 
 
 def test_points_of_each_length_are_kept_and_damaged_ones_are_measured_again(tmp_path, monkeypatch):
@@ -79,7 +79,7 @@ def test_points_of_each_length_are_kept_and_damaged_ones_are_measured_again(tmp_
 
     monkeypatch.setattr(throughput, "_measure", measure)
     monkeypatch.setattr(throughput, "init_params", lambda config, seed: {})
-    monkeypatch.setattr(throughput, "_plot", lambda points, path: None)
+    monkeypatch.setattr(throughput, "plot_throughput", lambda points, path: None)
     for length in (400, 500, 400, 500):
         run_throughput(ThroughputOptions(tmp_path, (1,), length=length, layers=2, dim=32, rounds=1))
     assert len(measured) == len(set(measured)) == 6
@@ -93,15 +93,15 @@ def test_points_of_each_length_are_kept_and_damaged_ones_are_measured_again(tmp_
 def test_the_notes_say_from_which_refresh_a_shared_prefix_pays():
     options = ThroughputOptions(length=400, rounds=1)
     point = made(None, 4, 0.5, options)
-    notes = throughput.notes(point, 6)
-    assert notes[0] == "No reuse: 1.00 s, 128.0 tokens/s."  # 4 blocks of 32
+    said = notes(point, 6)
+    assert said[0] == "No reuse: 1.00 s, 128.0 tokens/s."  # 4 blocks of 32
     # 400 ms at 30 a refresh: the fourteenth is the first that has saved more.
-    assert "takes 400 ms to build (1200 row-layers)" in notes[-1]
-    assert "saves 30 ms: it pays from refresh 14 on" in notes[-1]
+    assert "takes 400 ms to build (1200 row-layers)" in said[-1]
+    assert "saves 30 ms: it pays from refresh 14 on" in said[-1]
     for saved in (0.0, -0.1):
-        lines = throughput.notes(replace(point, saved_seconds=saved), 6)
+        lines = notes(replace(point, saved_seconds=saved), 6)
         assert lines[-1] == "A refresh takes no less where the prefix is shared."
-    assert "from refresh 1 on" in throughput.notes(replace(point, build_seconds=-0.1), 6)[-1]
+    assert "from refresh 1 on" in notes(replace(point, build_seconds=-0.1), 6)[-1]
 
 
 @pytest.mark.full

@@ -97,6 +97,8 @@ BAD = [
     (WHOLE + "[prices]\nh100 = -2\n", r"\[prices\]: h100 -2 must be a finite number, at least 0"),
     (WHOLE + "[prices]\nh101 = 2\n", r"\[prices\]: no GPU named 'h101'; did you mean 'h100'"),
     (WHOLE.replace("nodes = 2", "node = 2"), "slice b: no key 'node'; did you mean 'nodes'"),
+    (WHOLE.replace("nodes = 2", "nodes = 100000000000"), "slice b: 100,000,000,000 nodes of"),
+    (WHOLE.replace("rtt_ms = 40", f"rtt_ms = {10**401}"), "must be a finite number"),
     (WHOLE.replace("nodes = 2", "nodes = 0"), "slice b: nodes 0 must be a whole number"),
     (WHOLE.replace("nodes = 2", "nodes = true"), "slice b: nodes True must be a whole number"),
     (WHOLE.replace('region = "lab"', ""), "slice b: region None must be a text"),

@@ -2,6 +2,7 @@
 """A plan names what fits, says what it does not know, and why the rest is out."""
 
 import json
+import math
 from dataclasses import replace
 
 import jax
@@ -151,6 +152,14 @@ def test_a_leader_that_does_not_fit_drops_out_and_the_next_is_counted(monkeypatc
         ({"model": "gpt-33"}, "no model named 'gpt-33'; did you mean 'gpt-3"),
         ({"gpu": "h101"}, "no GPU named 'h101'; did you mean 'h100'"),
         ({"gpu_flops": 1e15}, "needs all of --gpu-flops, --gpu-memory"),
+        ({"gpu_flops": 0.0}, "needs all of --gpu-flops, --gpu-memory"),
+        (
+            {"gpu_flops": 1e15, "gpu_memory": math.inf, "gpu_bandwidth": 1e12, "gpu_link": 1e11},
+            "each finite and above 0",
+        ),
+        ({"network": math.inf}, "network inf must be a finite number of bytes a second"),
+        ({"seq_len": 0}, "seq_len 0 must be at least 1"),
+        ({"nodes": 10**11}, "100,000,000,000 nodes of .* up to 4,096"),
         ({"seq_len": 4096}, "seq_len 4096 exceeds the model's context 1024"),
         ({"nodes": 0}, "nodes 0 must be at least 1"),
         ({"global_batches": (0,)}, "must each be at least 1"),

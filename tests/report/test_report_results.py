@@ -5,6 +5,7 @@ import io
 import json
 import math
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from pages import read
@@ -16,8 +17,11 @@ from geojax.bench.cona_report import _result
 from geojax.bench.cona_tables import change_table, demand_table, method_table
 from geojax.bench.geomesh import bench_table, tune_table
 from geojax.bench.guard_table import Watch, watch_table
+from geojax.bench.paper import collect, verdict_table
 from geojax.bench.serve import LoadOptions, Sent, figures_of
 from geojax.bench.serve_table import load_table
+from geojax.bench.throughput_table import Point, Row
+from geojax.bench.throughput_table import table as throughput_table
 from geojax.bicache.depth import Depths, Effect, ShareProfile
 from geojax.bicache.depth_report import depth_lines, depth_table
 from geojax.config import ConfigError
@@ -56,6 +60,19 @@ def _guard():
     watches = [Watch("copy", 0.5, 4, 500, 0.98, 0.9, 0.97, None, 12, 0.021)]
     content = {"revision": "abc", "every": 4, "watches": [asdict(w) for w in watches]}
     return content, [watch_table(watches)], 0
+
+
+def _throughput():
+    policies = [(n, k) for n in ("refresh", "bicache") for k in (1, 4, 16)]
+    policies += [("dual", None), ("bicache-dual", None)]
+    rows = tuple(Row(1, 0.7, name, every, 2.0, 1.5, 2.5, 2.1) for name, every in policies)
+    point = Point(1, 0.7, 512, 3, 1.0, 0.4, 0.03, "a machine", rows)
+    return {"depth": 6, "points": [asdict(point)]}, [throughput_table(point)], 1
+
+
+def _paper():
+    content = collect(Path("nowhere"))
+    return content, [verdict_table(content["claims"])], 0
 
 
 def _serve():
@@ -146,7 +163,18 @@ def _tables():
 
 
 KINDS = (
-    *(_depths, _bicache, _guard, _serve, _nobody_served, _geomesh, _tune, _cona),
+    *(
+        _depths,
+        _bicache,
+        _guard,
+        _throughput,
+        _paper,
+        _serve,
+        _nobody_served,
+        _geomesh,
+        _tune,
+        _cona,
+    ),
     *(_simulated, _scaling, _tables),
 )
 

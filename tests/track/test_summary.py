@@ -140,3 +140,15 @@ def test_labels_are_as_short_as_they_can_be(make_run):
 
 def test_every_number_of_a_summary_has_a_unit():
     assert {f.name for f in fields(Summary)} - set(UNITS) == {"method", "seed", "clock"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [("start", "seed"), ("round", "tokens"), ("slice", "slice"), ("eval", "loss")]
+)
+def test_a_record_that_lost_a_key_is_named(kind, key, make_run):
+    path = make_run() / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    del next(r for r in records if r["kind"] == kind)[key]
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    with pytest.raises(ConfigError, match=f"a {kind} record has no {key}; .* put a copy"):
+        load_run(path.parent)

@@ -23,7 +23,7 @@ from geojax.meshes.timing import StepCase, TimingModel
 from geojax.meshes.timing_a100 import A100
 from geojax.meshes.timing_fit import recalibrate
 from geojax.track.environment import machine, versions
-from geojax.track.metrics import write_atomically
+from geojax.track.metrics import require_file, write_atomically
 
 SHARES = {"kernels": 0.12, "train": 0.26, "steps": 0.24, "engine": 0.28, "attention": 0.10}
 """Of the time, by stage."""
@@ -41,6 +41,7 @@ def measure(minutes: float, out: Path, tiny: bool) -> bool:
     SystemExit where there is no GPU and `tiny` was not asked for.
     """
     require(minutes > 0, f"minutes {minutes} must be above 0; 10 is enough for all of it")
+    require_file(out, f"--out {out}", "name a file in a folder that can")
     started = time.monotonic()
     ends = started + 60 * minutes
     run = partial(_run, tiny, ends)

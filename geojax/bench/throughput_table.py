@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `geojax bench throughput` shows of what it measured."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table
+
+from geojax.track.section import Target
+
+BLOCK = 32
+"""Tokens of an answer."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy at one batch and share."""
+
+    batch: int
+    share: float
+    policy: str
+    every: int | None
+    """Steps from one refresh to the next."""
+    ratio: float
+    """Of throughput over no reuse: the median over rounds."""
+    low: float
+    high: float
+    predicted: float
+    """By counting multiplications."""
+
+    @property
+    def label(self) -> str:
+        return self.policy if self.every is None else f"{self.policy}, every {self.every}"
+
+
+@dataclass(frozen=True)
+class Point:
+    """All policies at one batch and share."""
+
+    batch: int
+    share: float
+    length: int
+    rounds: int
+    plain_seconds: float
+    """Of one batch of requests without reuse, the median."""
+    build_seconds: float
+    """Of the prefix."""
+    saved_seconds: float
+    """By one refresh of one request whose prefix is shared, over one of its own."""
+    machine: str
+    rows: tuple[Row, ...]
+
+    def ratio(self, policy: str, every: int | None) -> float:
+        return next(r.ratio for r in self.rows if (r.policy, r.every) == (policy, every))
+
+
+def table(point: Point) -> Table:
+    """Policies over no reuse."""
+    found = Table(
+        "policy",
+        "over no reuse",
+        "rounds",
+        "predicted",
+        "of it",
+        box=box.SIMPLE_HEAD,
+        title=f"batch {point.batch}, prefix {point.share:.0%} of {point.length} tokens",
+        title_justify="left",
+    )
+    for r in point.rows:
+        found.add_row(
+            r.label,
+            f"{r.ratio:.2f}x",
+            f"{r.low:.2f}-{r.high:.2f}",
+            f"{r.predicted:.2f}x",
+            f"{r.ratio / r.predicted:.2f}",
+        )
+    return found
+
+
+def notes(point: Point, depth: int) -> list[str]:
+    """What sharing between requests adds, and what it costs."""
+    prefix, p = round(point.share * point.length), point
+    tokens = p.batch * BLOCK / p.plain_seconds
+    gains = [f"{p.ratio('bicache', k) / p.ratio('refresh', k):.2f}x at {k}" for k in (1, 4, 16)]
+    lines = [
+        f"No reuse: {p.plain_seconds:.2f} s, {tokens:.1f} tokens/s.",
+        f"What sharing between requests adds, by steps between refreshes: {', '.join(gains)}.",
+        f"bicache-dual over dual: {p.ratio('bicache-dual', None) / p.ratio('dual', None):.2f}x.",
+    ]
+    if p.saved_seconds <= 0:
+        return [*lines, "A refresh takes no less where the prefix is shared."]
+    pays = max(math.ceil(p.build_seconds / p.saved_seconds), 1)
+    return [
+        *lines,
+        f"The prefix takes {1e3 * p.build_seconds:.0f} ms to build ({depth * prefix} row-layers); "
+        f"a refresh of one request saves {1e3 * p.saved_seconds:.0f} ms: it pays from refresh "
+        f"{pays} on.",
+    ]
+
+
+def plot_throughput(points: Sequence[Point], target: Target) -> None:
+    """Speed over no reuse by the prefix's share, a panel for each batch."""
+    from matplotlib.figure import Figure
+
+    batches = sorted({p.batch for p in points})
+    figure = Figure(figsize=(5 * len(batches) + 1.6, 4.2), dpi=150, layout="constrained")
+    panels = figure.subplots(1, len(batches), squeeze=False, sharey=True)[0]
+    for axes, batch in zip(panels, batches, strict=True):
+        here = sorted((p for p in points if p.batch == batch), key=lambda p: p.share)
+        for row in here[0].rows:
+            line = [p.ratio(row.policy, row.every) for p in here]
+            axes.plot([p.share for p in here], line, "o-", markersize=3.5, label=row.label)
+        axes.axhline(1, color="grey", linewidth=0.8)
+        axes.set(title=f"batch {batch}", xlabel="share of the prefix", yscale="log")
+    panels[0].set(ylabel="throughput over no reuse (measured)")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
+    figure.savefig(target)
