@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 
 from geojax.config import TrainConfig
 from geojax.geomesh.outer import OuterCopy
 from geojax.geomesh.sync import ErrorFeedback
 from geojax.geomesh.worker import Worker
+from geojax.train.checkpoint import by_name
 from geojax.train.step import init_state
 
 
@@ -36,6 +38,31 @@ class Position:
     """In a row that no slice could join."""
     wall_seconds: float = 0.0
     """Real time, over all processes that worked on the run."""
+
+
+def take_over(workers: Sequence[Worker], stored: Any) -> None:
+    """At a round's border, from a checkpoint of other slices, as it is read without shapes.
+
+    What is shared is everybody's; a slice of the same name gets its inner optimizer's state and
+    error feedback back, and any other begins with fresh ones. Feedback of parts of the merge, which
+    are others, is gone.
+    """
+    leaves = by_name(stored)
+    there = stored["slices"]
+
+    def like(template: Any, prefix: str) -> Any:
+        names = by_name(template)
+        found = [np.array(leaves[f"{prefix}{name}"]) for name in names]
+        return jax.tree.unflatten(jax.tree.structure(template), found)
+
+    outer = workers[0].outer
+    for worker in workers:
+        shared = OuterCopy(like(outer.params, "params/"), like(outer.opt_state, "outer_opt_state/"))
+        kept = worker.checkpoint(mid_round=False)
+        kept.pop("shard_feedback", None)
+        if worker.work.name in there:
+            kept = like(kept, f"slices/{worker.work.name}/")
+        worker.restore(kept, shared, worker.facts())
 
 
 def abstract_slice(

@@ -6,10 +6,10 @@ Invariant: that of geojax.geomesh.timeline; the modelled clock looks at no measu
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from geojax.config import ConfigError, RunConfig, SliceConfig
+from geojax.config import ConfigError, RunConfig, SliceConfig, slice_strategy
 from geojax.geomesh.balance import Option, Plan, SliceProfile, SliceWork
 from geojax.geomesh.layout import make_layout
 from geojax.geomesh.sync import payload_bytes
@@ -176,4 +176,7 @@ def _option_by_speed(config: RunConfig, s: SliceConfig, batch: int) -> Option:
     assert s.speed
     assert clock.base_step_seconds
     assert clock.base_batch
-    return Option(batch, clock.base_step_seconds * batch / clock.base_batch / s.speed, 0)
+    option = Option(batch, clock.base_step_seconds * batch / clock.base_batch / s.speed, 0)
+    if s.devices == 1:
+        return option
+    return replace(option, strategy=str(slice_strategy(s, config.train.micro_batch, batch)))

@@ -21,7 +21,7 @@ import numpy as np
 from geojax.config import ConfigError, LostRunError, RunConfig
 from geojax.data import Corpus, TaskSet, allot
 from geojax.geomesh.balance import Plan, SliceWork
-from geojax.geomesh.checkpoint import Position, checkpoint_tree
+from geojax.geomesh.checkpoint import Position, checkpoint_tree, take_over
 from geojax.geomesh.clock import (
     Clock,
     Happened,
@@ -113,8 +113,10 @@ class Trainer:
         if config.clock.kind == "modelled":
             self.exchange_seconds = modelled_exchange_seconds(config, self.traffic.payload_bytes)
             self._clock = ModelledClock(self.exchange_seconds)
+        self._others = meta["slices"] if meta and meta["slices"] != list(self._names) else []
         if meta:
-            check_origin(meta, config, corpus)
+            check_origin(meta, config, corpus, any_slices=True)
+        if meta and not self._others:
             self._planner = Planner.restored(config, meta)
         else:
             self._planner = self._make_planner(devices, params)
@@ -128,10 +130,18 @@ class Trainer:
             steps = chunk_steps(config, self.plan)
             self.workers.append(Worker(index, work, steps, program, outer, feedback))
         self.resumed = meta is not None
+        self._again = 0
+        """Inner steps of a round that other slices had begun."""
         self._groups = sharing_devices(self.workers)
         if meta:
             self._restore(meta)
             metrics.rewind(self.position.round)
+            if self._others:
+                metrics.write(
+                    "slices",
+                    **{"round": self.position.round, "from": self._others, "to": self._names},
+                    plan=str(self.plan),
+                )
         else:
             metrics.clear()
             metrics.write("start", **start_record(config, self.plan, self.traffic))
@@ -151,7 +161,12 @@ class Trainer:
     def describe(self) -> list[tuple[str, str]]:
         """What the run derived from its config, as (label, value)."""
         shared = len(self._groups) < len(self.workers)
-        return derived_rows(self.config, self.plan, self.traffic, self.exchange_seconds, shared)
+        rows = derived_rows(self.config, self.plan, self.traffic, self.exchange_seconds, shared)
+        if self._others:
+            rows.append(("slices before", f"{', '.join(self._others)}; others from here on"))
+        if self._again:
+            rows.append(("done again", f"{self._again} inner steps of the open round"))
+        return rows
 
     def run(self, console: RunConsole) -> bool:
         """Train to the end; False if it was stopped before. Either way the state is saved."""
@@ -417,6 +432,13 @@ class Trainer:
             self._checkpoints.save(state, meta)
 
     def _restore(self, meta: dict[str, Any]) -> None:
+        if self._others:
+            state, meta = self._checkpoints.restore(None)
+            take_over(self.workers, state)
+            here = {"inner_seconds": 0.0, "late": [], "behind": []}
+            self.position = Position(**meta["position"] | here)
+            self._again = sum(facts["progress"]["done"] for facts in meta["slices_at"])
+            return
         abstract = jax.eval_shape(lambda: checkpoint_tree(self.workers, meta["mid_round"]))
         for worker, facts in zip(self.workers, meta["slices_at"], strict=True):
             if facts["sent"] is not None:

@@ -256,6 +256,13 @@ def _snapshot(x: Any) -> Any:
     return np.array(x, copy=True) if x.is_fully_addressable else jnp.copy(x)
 
 
+def by_name(tree: Any) -> dict[str, Any]:
+    """Leaves by their path, `a/b/c`; the same of a tree as it was saved and as it is read without
+    its shapes."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {"/".join(_key(k) for k in path): leaf for path, leaf in leaves}
+
+
 def _check_shapes(stored: Any, abstract: Any, folder: Any) -> None:
     theirs, ours = _shapes(stored), _shapes(abstract)
     for name in sorted(theirs.keys() | ours.keys()):
@@ -268,8 +275,7 @@ def _check_shapes(stored: Any, abstract: Any, folder: Any) -> None:
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {"/".join(_key(k) for k in path): tuple(leaf.shape) for path, leaf in leaves}
+    return {name: tuple(leaf.shape) for name, leaf in by_name(tree).items()}
 
 
 def _key(entry: Any) -> str:

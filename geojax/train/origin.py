@@ -18,14 +18,21 @@ def origin(config: RunConfig, corpus: Corpus | TaskSet) -> dict[str, Any]:
     }
 
 
-def check_origin(meta: dict[str, Any], config: RunConfig, corpus: Corpus | TaskSet) -> None:
-    """ConfigError where the checkpoint with these facts is of another run."""
+def check_origin(
+    meta: dict[str, Any],
+    config: RunConfig,
+    corpus: Corpus | TaskSet,
+    any_slices: bool = False,
+) -> None:
+    """ConfigError where the checkpoint with these facts is of another run. `any_slices`: slices may
+    be others, though not none."""
     ours = origin(config, corpus)
+    others = any_slices and meta["slices"] and ours["slices"]
     require(
-        meta["slices"] == ours["slices"],
+        meta["slices"] == ours["slices"] or others,
         f"slices in config.json are {ours['slices']}, but {meta['slices']} in the checkpoint, of "
-        "which each has a state of its own; put them back, or take the weights with `geojax "
-        "convert` and start a new run with --init",
+        "which each has a state of its own (only where they are in one process may they be others); "
+        "put them back, or take the weights with `geojax convert` and start a new run with --init",
     )
     require(
         (meta["corpus"], meta["tokenizer"]) == (ours["corpus"], ours["tokenizer"]),

@@ -130,8 +130,14 @@ def test_what_a_run_cannot_become_is_refused_by_field_with_the_fix(before, after
     corpus = SimpleNamespace(folder=Path("c"), tokenizer_fingerprint="t")
     meta = origin(before, corpus)
     check_origin(meta, before, corpus)
+    after = replace(before, **after)
     with pytest.raises(ConfigError, match=message):
-        check_origin(meta, replace(before, **after), corpus)
+        check_origin(meta, after, corpus)
+    if before.slices and after.slices and before.slices != after.slices:
+        check_origin(meta, after, corpus, any_slices=True)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check_origin(meta, after, corpus, any_slices=True)
 
 
 def test_another_strategy_and_batch_on_other_devices_are_no_other_run():
