@@ -31,8 +31,8 @@ def check_origin(
     require(
         meta["slices"] == ours["slices"] or others,
         f"slices in config.json are {ours['slices']}, but {meta['slices']} in the checkpoint, of "
-        "which each has a state of its own (only where they are in one process may they be others); "
-        "put them back, or take the weights with `geojax convert` and start a new run with --init",
+        "which each has a state of its own (they may change where all are in one process); put "
+        "them back, or take the weights with `geojax convert` and start a new run with --init",
     )
     require(
         (meta["corpus"], meta["tokenizer"]) == (ours["corpus"], ours["tokenizer"]),
