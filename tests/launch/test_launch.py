@@ -59,7 +59,7 @@ def config():
         (["launch"], "--local N PRESET_OR_FILE"),
         (["launch", "--local", "three", "demo-geomesh"], "say how many slices"),
         (["launch", "--local", "3", "demo-geomesh"], "the run has 4 slices"),
-        (["launch", "--local", "4", "demo-int8"], "two_phase"),
+        (["launch", "--local", "3", "demo-int8"], "the run has 4 slices"),
         (["launch", "--resume", "nowhere"], "not a run folder"),
         (["train", "demo-geomesh", "--slice", "h100"], "go together"),
         (
