@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from geojax.config import ConfigError, require
-from geojax.track.metrics import Record, read_records
+from geojax.track.metrics import Record, check_records, read_records
 
 PARTS = ("compute", "straggler", "wan", "outer")
 """What a slice's share of a round is made of, in order; fields `<part>_seconds` of its record."""
@@ -115,6 +115,7 @@ def load_run(folder: Path | str) -> Run:
     if not path.is_file():
         raise NoResultsError(f"{folder} has no metrics.jsonl; the run has not begun")
     records = read_records(path)
+    check_records(records, path)
     by_kind = defaultdict(list)
     for record in records:
         by_kind[record["kind"]].append(record)

@@ -140,3 +140,16 @@ def test_labels_are_as_short_as_they_can_be(make_run):
 
 def test_every_number_of_a_summary_has_a_unit():
     assert {f.name for f in fields(Summary)} - set(UNITS) == {"method", "seed", "clock"}
+
+
+@pytest.mark.parametrize("kind", ["round", "slice", "eval"])
+def test_a_record_without_its_numbers_is_named(make_run, kind):
+    folder = make_run()
+    field = "compute_seconds" if kind == "slice" else "seconds"
+    _edit(folder, kind, 2, **{field: None})
+    with pytest.raises(ConfigError, match=rf":\d+ is .*kind {kind}, and its '{field}' is None"):
+        load_run(folder)
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text().replace(f'"{field}"', '"other"'))
+    with pytest.raises(ConfigError, match=r"its '.*seconds' is missing"):
+        load_run(folder)
