@@ -3,6 +3,7 @@
 
 import io
 import json
+import math
 import signal
 import subprocess
 import time
@@ -11,7 +12,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from made_run import write_run
 from rich.console import Console
 
 from benchmarks.wan import failures, moments, session
@@ -24,11 +27,13 @@ from benchmarks.wan.verdict import (
     Final,
     hash_problem,
     merged_shares,
+    read_finals,
     sample_problem,
     time_lost,
 )
-from geojax.config import ConfigError, RunError
+from geojax.config import CheckpointConfig, ConfigError, RunError
 from geojax.geomesh.wan.history import History
+from geojax.train.checkpoint import Checkpoints
 
 NAMES = ["a", "b", "c", "d"]
 MOMENT = Moment(0, "KILL", "first slice", "a", "exchange", 3, 0.5, True, 0)
@@ -370,3 +375,43 @@ def test_a_result_of_another_moment_is_refused(tmp_path):
     path.write_text("{}")
     with pytest.raises(ConfigError, match="is no result"):
         read_outcome(tmp_path, MOMENT)
+
+
+def test_final_hashes_are_of_what_slices_share_in_their_last_checkpoint(tmp_path):
+    for name, value, own in (("a", 1.0, 5.0), ("b", 1.0, 6.0), ("c", 2.0, 5.0)):
+        shared = {"params": {"w": np.full(3, value)}, "outer_opt_state": [np.zeros(3)]}
+        with Checkpoints(tmp_path / "slices" / name / "checkpoints", CheckpointConfig()) as to:
+            for border in (3, 4):
+                to.save(shared | {"slices": {name: np.full(2, own)}}, {"border": border})
+    found = read_finals(tmp_path, NAMES)
+    assert {name: final.round for name, final in found.items()} == {"a": 4, "b": 4, "c": 4}
+    assert found["a"] == found["b"] != found["c"]
+
+
+def test_a_run_is_judged_by_its_files(tmp_path, monkeypatch):
+    place = write_run(tmp_path / "run", clock="measured")
+    (place / "lab.json").write_text('{"closed_seconds": [9, 10, 11, 15, 17, 18]}')
+    ended = {"kind": "round", "round": 1, "merged": [0, 1], "members": [0, 1], "facts": {}}
+    entries = [{"kind": "start", "members": [0, 1], "facts": {}}, ended]
+    (place / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries) + "{torn")
+    moment = replace(MOMENT, name=FIRST)
+    sight = Sight(4, 1.0, 0.5, False)
+    disturber = SimpleNamespace(sent=moments.Sent(4, 12.0, sight), confirmed=True)
+    finals = {FIRST: Final(1, "x"), LAST: Final(1, "x")}
+    monkeypatch.setattr(failures, "read_finals", lambda place, names: finals)
+    monkeypatch.setattr(failures, "merged_shares", lambda *_: [])
+    monkeypatch.setattr(failures, "sample_problem", lambda shares, records: "lost")
+    assert failures.judge(CONFIG, moment, place, disturber, "") == Outcome(
+        moment, 4, True, "", "", "lost", True, pytest.approx(math.log(23.0)), 3.0 + 1.0
+    )
+    finals[LAST] = Final(1, "y")
+    assert "differ" in failures.judge(CONFIG, moment, place, disturber, "").hash_problem
+    hung = failures.judge(CONFIG, moment, place, disturber, "it hangs")
+    assert (hung.problem, hung.final_loss, hung.lost_seconds) == ("it hangs", None, None)
+    lines = (place / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (place / "metrics.jsonl").write_text("".join(lines[:-1]))
+    assert failures.judge(CONFIG, moment, place, disturber, "").problem == (
+        "the run's records have no end"
+    )
+    (place / "metrics.jsonl").write_text("".join(lines[:3]))
+    assert "records are wrong" in failures.judge(CONFIG, moment, place, disturber, "").problem
