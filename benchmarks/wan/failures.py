@@ -156,7 +156,7 @@ def _disturbed(
         shutil.rmtree(place)
     names = [s.name for s in config.slices]
     message_bytes = (len(names) - 1) * traffic(config).payload_bytes
-    disturber, problem = Disturber(moment, names, message_bytes, hang_seconds), ""
+    disturber, problem = Disturber(moment, names, message_bytes, hang_seconds, console), ""
     try:
         run(config, place, setting, console, disturber.trouble)
     except RunError as error:

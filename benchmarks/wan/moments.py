@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from rich.console import Console
+
 from benchmarks.wan import network
 from benchmarks.wan.common import LEAST_ROUNDS
 from benchmarks.wan.session import Situation
@@ -33,6 +35,7 @@ FIRST_ROUND = 3
 """Before which there is no trouble: something must be there to compare with."""
 PATIENCE_SECONDS = 600.0
 """Without the end of a round, after which a run counts as hung."""
+_MOST_SENT = 0.5  # of its message, when an exchange is hit; a short one is over soon after
 _BEGUN = 0.02  # share of its message that a slice has sent when it exchanges; pings are less
 
 
@@ -114,7 +117,7 @@ def is_due(moment: Moment, sight: Sight, usual_seconds: float) -> bool:
         return False
     if moment.phase == INNER:
         return sight.open_seconds >= moment.share * usual_seconds
-    return moment.phase == CHECKPOINT or sight.sent >= moment.share * 0.8
+    return moment.phase == CHECKPOINT or sight.sent >= moment.share * _MOST_SENT
 
 
 @dataclass(frozen=True)
@@ -132,9 +135,15 @@ class Disturber:
     """Sends one moment's signal when it has come; ends what hangs after a while, if it returns."""
 
     def __init__(
-        self, moment: Moment, slices: Sequence[str], message_bytes: int, hang_seconds: float
+        self,
+        moment: Moment,
+        slices: Sequence[str],
+        message_bytes: int,
+        hang_seconds: float,
+        console: Console,
     ):
         """`message_bytes`: of a slice to all others together."""
+        self._console = console
         self._moment, self._slices = moment, slices
         self._watched = slices[0] if moment.name == COORDINATOR else moment.name
         self._message_bytes, self._hang_seconds = message_bytes, hang_seconds
@@ -171,6 +180,9 @@ class Disturber:
         if self._moment.signal == "STOP" and self._moment.returns:
             self._hanging = situation.now + self._hang_seconds, child.process.pid
         self.sent = Sent(sight.round, situation.now, sight)
+        self._console.print(
+            f"  SIG{self._moment.signal} to {self._moment.name} in round {sight.round}"
+        )
 
     def _look(self, situation: Situation) -> Sight | None:
         """None where the slice is not there, or its round began unseen."""
