@@ -187,7 +187,7 @@ def int8(base: RunConfig, tuned: Optimizers = TUNED) -> RunConfig:
     return replace(
         diloco(base, tuned),
         name="int8",
-        exchange=ExchangeConfig(codec="int8", schedule="two_phase"),
+        exchange=ExchangeConfig(codec="int8"),
     )
 
 

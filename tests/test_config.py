@@ -461,6 +461,7 @@ def test_the_clocked_model_is_the_trained_one_unless_another_is_named():
         ("sign", 4, "gather"),
         ("sign", 5, "two_phase"),
         ("int8", 2, "gather"),
+        ("int8", 4, "two_phase"),
         ("fp32", 2, "two_phase"),
         ("fp16", 2, "two_phase"),
     ],

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.wan import compare, trouble
+from benchmarks.wan import compare, failures, throttle
 from benchmarks.wan.lab import clean
 from benchmarks.wan.network import require_tools
 from benchmarks.wan.preset import measured, quotas
 from benchmarks.wan.session import Setting, run
 from benchmarks.wan.world import Weather
-from geojax.config import ConfigError, RunError
+from geojax.config import ConfigError, RunError, require
 from geojax.configs import load_config
 
 
@@ -44,9 +44,13 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace, console: Console) -> None:
     require_tools()
     config = measured(load_config(options.preset))
-    tokens = options.tokens or config.train.total_tokens
-    config = replace(config, train=replace(config.train, total_tokens=tokens))
-    cores = quotas(config, options.shares, options.cores) if options.shares else {}
+    if options.tokens is not None:
+        config = replace(config, train=replace(config.train, total_tokens=options.tokens))
+    cores = {}
+    if options.shares is not None:
+        cores = quotas(config, options.shares, 1.0 if options.cores is None else options.cores)
+    else:
+        require(options.cores is None, "--cores is divided by --shares; give these, too")
     weather = Weather(options.rate_scale, options.jitter_ms / 1e3, options.loss)
     setting = Setting(options.wan, weather, cores, options.coordinator_region)
     folder = (options.out or Path("runs") / f"wan-{config.name}").resolve()
@@ -72,10 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--loss", type=float, default=0.0, help="probability of a packet's loss")
     one.add_argument("--coordinator-region", default="", help="unset: the first slice's")
     one.add_argument("--shares", type=float, nargs="+", help="processor of each slice, relative")
-    one.add_argument("--cores", type=float, default=1.0, help="that all slices use together")
+    one.add_argument("--cores", type=float, help="that all slices use together; unset: 1")
     one.set_defaults(function=_run)
     compare.add_command(commands)
-    trouble.add_commands(commands)
+    throttle.add_command(commands)
+    failures.add_command(commands)
     left = commands.add_parser("clean", help="remove what a killed command left behind")
     left.add_argument("--all", action="store_true", help="also what belongs to a living process")
     left.set_defaults(function=_clean)

@@ -7,6 +7,7 @@ lowered, so what they sum to never exceeds what was given.
 """
 
 import json
+import math
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -15,11 +16,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.wan import quota
 from benchmarks.wan.preset import method, quotas, round_tokens
 from benchmarks.wan.session import Setting, run
 from benchmarks.wan.traffic import framing_bytes
-from geojax.config import RunConfig, require
-from geojax.meshes.wan import Wan, get_wan
+from benchmarks.wan.world import read_wan
+from geojax.config import ConfigError, RunConfig, require
+from geojax.meshes.wan import Wan
 from geojax.track.metrics import write_atomically
 from geojax.track.summary import Run, load_run
 
@@ -41,6 +44,13 @@ class Aim:
     """Of a DiLoCo round, in the exchange."""
     round_seconds: float
     """Inner steps of a round, at least."""
+
+    def __post_init__(self):
+        require(0 < self.sync_share < 1, f"--sync-share {self.sync_share} must lie in (0, 1)")
+        require(
+            0 < self.round_seconds < math.inf,
+            f"--round-seconds {self.round_seconds} must be above 0 and finite",
+        )
 
 
 @dataclass(frozen=True)
@@ -64,10 +74,13 @@ def calibrated(aim: Aim, folder: Path, console: Console) -> Calibration:
     or what is asked for cannot be had."""
     path = folder / "calibration.json"
     if path.exists():
-        found = json.loads(path.read_text())
-        asked = found.pop("aim")
-        lists = {k: tuple(v) for k, v in asked.items() if isinstance(v, list)}
-        known = Calibration(Aim(**asked | lists), **found)
+        try:
+            found = json.loads(path.read_text())
+            asked = found.pop("aim")
+            lists = {k: tuple(v) for k, v in asked.items() if isinstance(v, list)}
+            known = Calibration(Aim(**asked | lists), **found)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} is no calibration ({error}); delete it") from error
         require(
             known.aim == aim,
             f"{path} is of other settings ({known.aim}); choose another --out, or delete it",
@@ -93,6 +106,8 @@ def calibrate(
     times = [parts(run, record["round"]) for record in run.rounds[1:]]
     compute, fixed = (statistics.median(column) for column in zip(*times, strict=True))
     slower = min(1.0, compute / aim.round_seconds)
+    slowed = {name: share * slower for name, share in cores.items()}
+    quota.check(slowed)
     compute /= slower
     target = compute * aim.sync_share / (1 - aim.sync_share)
     require(
@@ -100,10 +115,10 @@ def calibrate(
         f"an exchange takes {fixed:.2f} s over links that are not scaled, and {target:.2f} s are "
         "asked for; raise --round-seconds, or take a WAN of less latency",
     )
-    scale = link_seconds(config, get_wan(aim.wan), run.start["payload_bytes"]) / (target - fixed)
+    scale = link_seconds(config, read_wan(aim.wan), run.start["payload_bytes"]) / (target - fixed)
     return Calibration(
         aim,
-        {name: share * slower for name, share in cores.items()},
+        slowed,
         scale,
         compute,
         fixed,
@@ -131,7 +146,7 @@ def slowest_rate(config: RunConfig, wan: Wan) -> float:
 def lines(calibration: Calibration, config: RunConfig) -> list[str]:
     """What was found, in words."""
     aim = calibration.aim
-    slow = slowest_rate(config, get_wan(aim.wan))
+    slow = slowest_rate(config, read_wan(aim.wan))
     quota = ", ".join(f"{name} {cores:.3f}" for name, cores in calibration.cores.items())
     exchange = calibration.compute_seconds * aim.sync_share / (1 - aim.sync_share)
     return [

@@ -21,13 +21,12 @@ from rich.table import Table
 
 from benchmarks.wan.calibrate import Aim, Calibration, calibrated, lines, link_seconds
 from benchmarks.wan.network import require_tools
-from benchmarks.wan.preset import LAB_WAN, SHARES, method, round_tokens
+from benchmarks.wan.preset import LAB_WAN, SHARES, method, quotas, round_tokens
 from benchmarks.wan.session import Setting, finished, run
-from benchmarks.wan.world import Weather
+from benchmarks.wan.world import Weather, make_world, read_wan
 from geojax.config import RunConfig, require, with_seed
 from geojax.configs.geomesh import DEMO_INNER_STEPS, PUBLISHED_SYNC_SHARE
 from geojax.geomesh.clock import traffic
-from geojax.meshes.wan import get_wan
 from geojax.track.console import format_seconds, format_share
 from geojax.track.environment import usable_cores
 from geojax.track.metrics import to_json, write_atomically
@@ -41,7 +40,7 @@ from geojax.track.summary import (
     summarise,
 )
 
-METHODS = ("diloco", "balancing-only", "signs-only", "geomesh")
+METHODS = ("diloco", "balancing-only", "signs-only", "geomesh", "geomesh-overlap")
 EACH_STEP = "data-parallel"
 EACH_STEP_STEPS = 50
 """Measured of data parallelism; its hours are extrapolated, and it has no perplexity."""
@@ -67,29 +66,23 @@ def add_command(commands) -> None:
 def _compare(options: argparse.Namespace, console: Console) -> None:
     require_tools()
     require(options.seeds >= 1, f"--seeds {options.seeds} must be at least 1")
-    require(0 < options.sync_share < 1, f"--sync-share {options.sync_share} must lie in (0, 1)")
     require("diloco" in options.methods, "--methods: diloco is what others are compared with")
     slices = (0, len(SHARES) - 1) if options.quick else tuple(range(len(SHARES)))
     aim = Aim(
         options.wan,
         tuple(SHARES[i] for i in slices),
-        options.cores or 0.8 * len(usable_cores()),
+        0.8 * len(usable_cores()) if options.cores is None else options.cores,
         slices,
         options.sync_share,
         options.round_seconds,
     )
     folder, seeds = options.out.resolve(), 1 if options.quick else options.seeds
-    tokens = None
-    if options.quick:
-        tokens = QUICK_ROUNDS * round_tokens(method("diloco", slices=slices), aim.shares)
-    runs = seeds * (len(options.methods) + options.each_step)
+    configs = planned(aim, options.methods, options.each_step, options.quick)
     console.print(
-        f"cost: a calibration first, then {runs} runs one after another; how long follows from it"
+        f"cost: a calibration first, then {seeds * len(configs)} runs one after another; how long "
+        "follows from it"
     )
     calibration = calibrated(aim, folder, console)
-    configs = {name: _config(name, tokens, slices, options.quick) for name in options.methods}
-    if options.each_step:
-        configs[EACH_STEP] = _each_step(aim)
     for line in lines(calibration, configs["diloco"]):
         console.print(line, soft_wrap=True)
     seconds = {name: run_seconds(calibration, config) for name, config in configs.items()}
@@ -109,6 +102,21 @@ def _compare(options: argparse.Namespace, console: Console) -> None:
             for line in run(seeded, place, setting, console).lines():
                 console.print("  " + line, soft_wrap=True)
     _report(folder, tuple(configs), seeds, calibration, console)
+
+
+def planned(aim: Aim, methods: Sequence[str], each_step: bool, quick: bool) -> dict[str, RunConfig]:
+    """All runs of a seed, by method. ConfigError where one cannot be: nothing has run yet."""
+    tokens = None
+    if quick:
+        tokens = QUICK_ROUNDS * round_tokens(method("diloco", slices=aim.slices), aim.shares)
+    configs = {name: _config(name, tokens, aim.slices, quick) for name in methods}
+    if each_step:
+        configs[EACH_STEP] = _each_step(aim)
+    first = configs["diloco"]
+    quotas(first, aim.shares, aim.cores)
+    places = [(s.name, s.region) for s in first.slices]
+    make_world(read_wan(aim.wan), places, places[0][1], Weather())
+    return configs
 
 
 def _config(name: str, tokens: int | None, slices: Sequence[int], quick: bool) -> RunConfig:
@@ -131,9 +139,11 @@ def run_seconds(calibration: Calibration, config: RunConfig) -> float:
     assert steps, "the demo says so"
     rounds = -(-config.train.total_tokens // round_tokens(config, calibration.aim.shares))
     compute = calibration.compute_seconds * steps / DEMO_INNER_STEPS
-    wan = get_wan(calibration.aim.wan)
+    wan = read_wan(calibration.aim.wan)
     link = link_seconds(config, wan, traffic(config).payload_bytes) / calibration.rate_scale
-    return calibration.start_seconds + rounds * (compute + calibration.fixed_seconds + link)
+    exchange = calibration.fixed_seconds + link
+    hidden = min(config.exchange.overlap * compute, exchange)
+    return calibration.start_seconds + rounds * (compute + exchange - hidden)
 
 
 def _report(

@@ -32,7 +32,9 @@ class Lab:
     """Where commands run as one of a world's nodes."""
 
     def __init__(self, world: World, folder: Path, seed: int, cores: Mapping[str, float]):
-        """`folder`: for logs; `cores`: by the name of a node, of those that have a quota."""
+        """`folder`: for logs; `cores`: by the name of a node, of those that have a quota.
+        ConfigError where one is too small."""
+        quota.check(cores)
         self.world, self.folder, self.cores = world, folder, dict(cores)
         self._seed, self._owner = seed, os.getpid()
         self._groups: dict[str, Path] = {}

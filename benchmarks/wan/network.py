@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import combinations
+from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.wan.world import LARGEST_BITS_PER_SECOND, Link, Node, World
@@ -101,6 +102,18 @@ def counters(owner: int, world: World) -> dict[int, Counters]:
         ends = (ip["InOctets"], ip["OutOctets"], tcp["InSegs"], tcp["OutSegs"])
         found[node.index] = Counters(sent, *ends)
     return found
+
+
+def sent_bytes(pid: int, others: Iterable[int]) -> int:
+    """Bytes that left the namespace of a process towards these nodes, so far; 0 where it has
+    ended."""
+    wanted, total = {f"to{index}" for index in others}, 0
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/net/dev").read_text().splitlines():
+            name, colon, figures = line.partition(":")
+            if colon and name.strip() in wanted:
+                total += int(figures.split()[8])
+    return total
 
 
 def pids(owner: int, node: Node) -> list[int]:

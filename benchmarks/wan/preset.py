@@ -1,21 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs as they are in a lab: measured clock, real slices, quotas from shares.
 
-Invariant: but for the clock a method here is the method of `geojax bench geomesh`.
+Invariant: but for the clock, and for the schedule of the exchange, which is a gather where slices
+are processes, a method here is the method of `geojax bench geomesh`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmarks.wan import quota
 from geojax.config import ClockConfig, RunConfig, require
 from geojax.configs import METHODS, demo
-from geojax.configs.geomesh import PUBLISHED_SPEEDS
+from geojax.configs.geomesh import PUBLISHED_SPEEDS, geomesh
 from geojax.launch.processes import with_grpc
 
 SHARES = tuple(speed for _, speed in PUBLISHED_SPEEDS.values())
 """Of the processor, by slice of the demo."""
 LAB_WAN = "geomesh-azure-no-latency"
 """As in the frozen setting; what latency costs is another question (`run --wan geomesh-azure`)."""
+
+
+OVERLAP = 0.125
+"""`exchange.overlap` of the method geomesh-overlap: the least that hides an exchange of signs."""
+
+
+def geomesh_overlap(base: RunConfig) -> RunConfig:
+    """GeoMesh whose slices go on while messages are under way; its plan stays (no re-planning)."""
+    config = geomesh(base)
+    return replace(
+        config, name="geomesh-overlap", exchange=replace(config.exchange, overlap=OVERLAP)
+    )
+
+
+LAB_METHODS = METHODS | {"geomesh-overlap": geomesh_overlap}
 
 
 def measured(config: RunConfig) -> RunConfig:
@@ -29,13 +47,13 @@ def method(name: str, tokens: int | None = None, slices: Sequence[int] | None = 
 
     ConfigError for an unknown one.
     """
-    require(name in METHODS, f"no method {name!r}; use some of {', '.join(METHODS)}")
+    require(name in LAB_METHODS, f"no method {name!r}; use some of {', '.join(LAB_METHODS)}")
     base = demo()
     if slices is not None:
         base = replace(base, slices=tuple(base.slices[i] for i in slices))
     if tokens is not None:
         base = replace(base, train=replace(base.train, total_tokens=tokens))
-    return measured(METHODS[name](base))
+    return measured(LAB_METHODS[name](base))
 
 
 def round_tokens(config: RunConfig, shares: Sequence[float]) -> int:
@@ -48,12 +66,14 @@ def round_tokens(config: RunConfig, shares: Sequence[float]) -> int:
 
 
 def quotas(config: RunConfig, shares: Sequence[float], cores: float) -> dict[str, float]:
-    """Cores of each slice: `cores` divided by shares. ConfigError."""
+    """Cores of each slice: `cores` divided by shares. ConfigError, also where one is too small."""
     require(
-        len(shares) == len(config.slices) and min(shares) > 0,
+        len(shares) == len(config.slices) and all(0 < share < math.inf for share in shares),
         f"--shares {list(shares)}: give one above 0 for each of the {len(config.slices)} slices",
     )
-    require(cores > 0, f"--cores {cores} must be above 0")
-    return {
+    require(0 < cores < math.inf, f"--cores {cores} must be above 0 and finite")
+    found = {
         s.name: cores * share / sum(shares) for s, share in zip(config.slices, shares, strict=True)
     }
+    quota.check(found)
+    return found

@@ -7,6 +7,7 @@ Invariant: a group's name begins with that of its owner's namespaces, so that `r
 import os
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,6 +34,17 @@ def find_root() -> Path:
     )
 
 
+def check(cores: Mapping[str, float]) -> None:
+    """ConfigError where a quota, by the name of its slice, is less than the kernel takes."""
+    least = _LEAST_MICROSECONDS / PERIOD_MICROSECONDS
+    for name, own in cores.items():
+        require(
+            own >= least,
+            f"slice {name}: a quota of {own:.3f} cores is under the kernel's least, {least}; use "
+            "fewer slices, less unequal shares, or more cores",
+        )
+
+
 def make(name: str) -> Path:
     """A group without a quota."""
     group = find_root() / name
@@ -45,12 +57,7 @@ def limit(group: Path, cores: float | None) -> None:
     more, for the group goes before everything else on the machine; None: all there is, by turns
     with the rest."""
     quota = -1 if cores is None else round(cores * PERIOD_MICROSECONDS)
-    require(
-        quota == -1 or quota >= _LEAST_MICROSECONDS,
-        f"a quota of {cores} cores is under the kernel's least, "
-        f"{_LEAST_MICROSECONDS / PERIOD_MICROSECONDS}; use fewer slices, less unequal shares, or "
-        "more cores",
-    )
+    assert quota == -1 or quota >= _LEAST_MICROSECONDS, "`check` has seen it"
     if (group / "cpu.max").exists():
         text = "max" if quota == -1 else str(quota)
         (group / "cpu.max").write_text(f"{text} {PERIOD_MICROSECONDS}")

@@ -18,13 +18,13 @@ from rich.console import Console
 
 from benchmarks.wan.lab import Lab, open_lab
 from benchmarks.wan.traffic import Report, traffic_report
-from benchmarks.wan.world import PORT, Node, Weather, make_world
+from benchmarks.wan.world import PORT, Node, Weather, make_world, read_wan
 from geojax.config import ConfigError, RunConfig, RunError, require
-from geojax.meshes.wan import get_wan
 from geojax.runs import read_config, save_config
 from geojax.track.metrics import read_records, to_json, write_atomically
 
-_POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.01  # a message of signs is under way for so long
+_LISTEN_POLL_SECONDS = 0.2
 _LISTEN_SECONDS = 120.0  # for a coordinator
 _FAREWELL_SECONDS = 30.0  # for slices to end after the coordinator has
 _PAUSE_SECONDS = 1.0  # before a new start
@@ -69,6 +69,8 @@ class Child:
     """Whether its quota is in force."""
     factor: float = 1.0
     """Of its quota."""
+    away: bool = False
+    """Whether it is not to come back; who sets this ends or stops it."""
 
     @property
     def code(self) -> int | None:
@@ -115,7 +117,7 @@ def run(
     ConfigError, also for a folder that holds another run; RunError where a process fails for good.
     """
     world = make_world(
-        get_wan(setting.wan),
+        read_wan(setting.wan),
         [(s.name, s.region) for s in config.slices],
         setting.coordinator or config.slices[0].region,
         setting.weather,
@@ -160,8 +162,8 @@ def _claim(config: RunConfig, folder: Path) -> None:
         )
         return
     require(
-        not folder.exists() or not any(folder.iterdir()),
-        f"{folder} holds something that is no run; choose another folder with --out",
+        not folder.exists() or (folder.is_dir() and not any(folder.iterdir())),
+        f"{folder} is, or holds, something that is no run; choose another folder with --out",
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -193,20 +195,22 @@ def _to_the_end(lab: Lab, folder: Path, console: Console, trouble: Trouble) -> l
     while not lab.listens(coordinator.node):
         if coordinator.code is not None or time.monotonic() > deadline:
             raise RunError(f"the coordinator does not listen; {_log(lab, coordinator)} says why")
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_LISTEN_POLL_SECONDS)
     begun = time.monotonic()
     for child in slices:
         _start(lab, child)
     journal = _JournalReader(folder / "journal.jsonl")
     situation = Situation(lab, children, [], journal.read(), 0.0)
-    ended = None
+    ended, looked = None, begun
     while True:
         time.sleep(_POLL_SECONDS)
         now = time.monotonic()
-        for child in slices:
-            if not child.limited and child.process and lab.listens(child.node):
-                lab.limit(child.node, child.factor)
-                child.limited = True
+        if now - looked >= _LISTEN_POLL_SECONDS:
+            looked = now
+            for child in slices:
+                if not child.limited and child.process and lab.listens(child.node):
+                    lab.limit(child.node, child.factor)
+                    child.limited = True
         latest = journal.read()
         situation.now = now - begun
         if latest > situation.round:
@@ -218,6 +222,9 @@ def _to_the_end(lab: Lab, folder: Path, console: Console, trouble: Trouble) -> l
         situation.round = latest
         if coordinator.code == 0:
             ended = ended or now
+            for child in slices:
+                if child.away and child.process:
+                    child.process.kill()  # it may be stopped, and has nothing to save
             if now - ended > _FAREWELL_SECONDS or all(c.code is not None for c in slices):
                 return situation.closed
             continue
@@ -233,7 +240,7 @@ def _look_after(lab: Lab, child: Child, console: Console, now: float) -> None:
             _start(lab, child)
         return
     code = child.code
-    if code is None or code == 0:
+    if code is None or code == 0 or child.away:
         return
     if code == _USER_MISTAKE or child.restarts >= _RESTARTS:
         raise RunError(

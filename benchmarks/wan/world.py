@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
-from geojax.config import require
+from geojax.config import ConfigError, require
 from geojax.launch.local import COORDINATOR
-from geojax.meshes.wan import Wan
+from geojax.meshes.wan import Wan, get_wan
 
 PORT = 7000
 """On which every node listens."""
@@ -108,6 +108,14 @@ class World:
     def address(self, node: Node) -> str:
         """By which others reach it."""
         return f"{node.delayed if self.proxied else node.wire}:{PORT}"
+
+
+def read_wan(name: str) -> Wan:
+    """By name, or from a CSV file. ConfigError."""
+    try:
+        return get_wan(name)
+    except ValueError as error:
+        raise ConfigError(f"--wan: {error}") from error
 
 
 def make_world(

@@ -154,7 +154,8 @@ class ExchangeConfig:
     schedule: Literal["auto", "gather", "two_phase"] = "auto"
     """gather: each slice sends its message to all, merged exactly; two_phase: each slice merges a
     shard of all and sends that on, encoded again. auto: two_phase for float codecs, as an
-    all-reduce does, and for more than 4 slices; gather for the rest, and under engine grpc."""
+    all-reduce does, for int8 of more than 2 slices and signs of more than 4; gather for the rest,
+    and under engine grpc."""
     engine: Literal["mesh", "grpc"] = "mesh"
     """mesh: all slices in one process; grpc: a process each, which may fail and come back. `geojax
     launch` sets it."""
@@ -193,8 +194,8 @@ class ExchangeConfig:
             return self.schedule
         if self.engine == "grpc":
             return "gather"
-        floats = self.codec in ("fp32", "fp16", "bf16")
-        return "two_phase" if floats or slices > 4 else "gather"
+        most = {"sign": 4, "int8": 2}.get(self.codec, 0)  # slices that gather
+        return "two_phase" if slices > most else "gather"
 
 
 def steps_ahead(overlap: float, inner_steps: int) -> int:

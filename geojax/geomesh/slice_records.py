@@ -93,6 +93,7 @@ class SliceRecords:
         line["samples"] = agreed.data.merged
         sent = wire_bytes("gather", len(closed.members), self._message_bytes)
         mine = part_record(worker, contribution, sent, self._traffic, part, waited, busy)
+        mine["slice"]["took"] = [[part.start, part.stop] for part in work.share]
         self.tell("slice", number, line=line, **mine)
         if worker.ended.skipped:
             self._console.warn(

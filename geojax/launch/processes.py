@@ -15,10 +15,10 @@ from pathlib import Path
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from geojax.config import GrpcConfig, RunConfig, RunError, require
+from geojax.config import ConfigError, GrpcConfig, RunConfig, RunError, require
 from geojax.runs import alone, prepare, stop_on_signals
 from geojax.track.console import RunConsole
-from geojax.track.metrics import MetricsWriter, write_atomically
+from geojax.track.metrics import MetricsWriter, check_records, read_records, write_atomically
 
 ADDRESS_FILE = "coordinator.json"
 LAUNCHER = "GEOJAX_LAUNCHER"
@@ -66,6 +66,7 @@ def coordinate(config: RunConfig, folder: Path, console: Console | None = None) 
         stack.callback(journal.close)
         path = folder / "metrics.jsonl"
         metrics = stack.enter_context(MetricsWriter(path))
+        check_records(read_records(path), path)
         shown = stack.enter_context(
             RunConsole(config.train.total_tokens, config.clock.kind, 0, output)
         )
@@ -97,8 +98,14 @@ def take_part(
     require(name in names, f"the run has no slice {name!r}; it has {', '.join(names)}")
     require_address(coordinator)
     index = names.index(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot keep checkpoints of slice {name} in {folder}: {error.strerror}; choose "
+            "another folder with --out"
+        ) from error
     join(config.platform, config.slices[index])
-    folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stop = stack.enter_context(_stop())
         relay = stack.enter_context(connected(config.slices[index], stop))

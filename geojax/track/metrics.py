@@ -10,6 +10,7 @@ newline, which readers pass over and the next writer removes.
 import json
 import math
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +19,18 @@ from typing import Annotated, Any, get_args
 from geojax.config import ConfigError, require
 
 type Record = dict[str, Any]
+_NUMBERS = {
+    "slice": ("round", "compute_seconds", "straggler_seconds", "wan_seconds", "outer_seconds"),
+    "round": ("round", "tokens", "seconds", "round_seconds"),
+    "eval": ("round", "tokens", "seconds"),
+    "switch": ("round", "switch_seconds"),
+}
+_OTHERS = {
+    "start": ("method", "clock", "seed"),
+    "slice": ("slice", "tokens"),
+    "eval": ("loss", "perplexity"),
+    **dict.fromkeys(("refused", "decision", "plan"), ("round",)),
+}
 _NEW_FILE = "a file that a command writes when it has done its work"
 NewFile = Annotated[Path, _NEW_FILE]
 """An option of such a file; `require_writable` looks at it before the work."""
@@ -95,6 +108,22 @@ def read_records(path: Path | str) -> list[Record]:
         with suppress(ConfigError):  # torn
             records.append(_parse(last, ""))
     return records
+
+
+def check_records(records: Sequence[Record], path: Path | str) -> None:
+    """ConfigError, naming file and line, for a record of these that lacks a field which all of its
+    kind have, or has no number there. `records`: all of the file, in order."""
+    for line, record in enumerate(records, 1):
+        numbers = _NUMBERS.get(record["kind"], ())
+        for name in (*numbers, *_OTHERS.get(record["kind"], ())):
+            found = record.get(name)
+            good = isinstance(found, int | float) and not isinstance(found, bool)
+            require(
+                good if name in numbers else name in record,
+                f"{path}:{line} is a record of kind {record['kind']}, and its {name!r} is "
+                f"{'missing' if name not in record else f'{found!r}, no number'}; put the file "
+                "back from a copy",
+            )
 
 
 def write_atomically(path: Path | str, text: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from geojax.config import ConfigError, require
-from geojax.track.metrics import Record, read_records
+from geojax.track.metrics import Record, check_records, read_records
 
 PARTS = ("compute", "straggler", "wan", "outer")
 """What a slice's share of a round is made of, in order; fields `<part>_seconds` of its record."""
@@ -100,16 +100,6 @@ class Summary:
     tokens_to_target: float | None
 
 
-_NEEDED = {
-    "start": {"method", "clock", "seed"},
-    "round": {"round", "tokens", "seconds", "round_seconds"},
-    "slice": {"round", "slice", "tokens"},
-    "eval": {"round", "tokens", "seconds", "loss", "perplexity"},
-    **{kind: {"round"} for kind in ("switch", "refused", "decision", "plan")},
-}
-"""By kind: keys without which a record says nothing."""
-
-
 class NoResultsError(ConfigError):
     """Of a run that has nothing to show yet, though it may once it has gone on."""
 
@@ -125,16 +115,10 @@ def load_run(folder: Path | str) -> Run:
     if not path.is_file():
         raise NoResultsError(f"{folder} has no metrics.jsonl; the run has not begun")
     records = read_records(path)
+    check_records(records, path)
     by_kind = defaultdict(list)
     for record in records:
-        kind = record["kind"]
-        missing = sorted(_NEEDED.get(kind, set()) - record.keys())
-        require(
-            not missing,
-            f"{path}: a {kind} record has no {', '.join(missing)}; the file was changed after the "
-            "run wrote it, so put a copy of it back",
-        )
-        by_kind[kind].append(record)
+        by_kind[record["kind"]].append(record)
     for kind, missing in (("start", "start record"), ("round", "round"), ("eval", "evaluation")):
         if not by_kind[kind]:
             raise NoResultsError(f"{path} has no {missing} yet; let the run go on, then try again")

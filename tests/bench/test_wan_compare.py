@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of benchmarks/wan: bytes, calibration, comparisons in pairs, and what trouble costs."""
+"""Figures of benchmarks/wan: bytes, calibration, comparisons in pairs, throttling."""
 
 import io
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from benchmarks.wan.calibrate import Aim, calibrate, link_seconds
-from benchmarks.wan.compare import against, require_whole, run_seconds, table
+from benchmarks.wan.calibrate import Aim, Calibration, calibrate, link_seconds
+from benchmarks.wan.compare import METHODS, against, planned, require_whole, run_seconds, table
 from benchmarks.wan.network import FRAME_BYTES, HEADER_BYTES, Counters
-from benchmarks.wan.preset import method, quotas
+from benchmarks.wan.preset import LAB_METHODS, OVERLAP, method, quotas
+from benchmarks.wan.throttle import idle_by_round, lines
 from benchmarks.wan.traffic import framing_bytes, traffic_report
-from benchmarks.wan.trouble import SIGNALS, draw_events, idle_by_round, time_lost
 from benchmarks.wan.world import Weather, make_world
 from geojax.config import ConfigError
 from geojax.meshes.wan import get_wan
 from geojax.track.summary import Run, Summary
 
-AIM = Aim("geomesh-azure-no-latency", (2.57, 1.0), 1.4, (0, 3), 0.658, 2.0)
+AIM = Aim("geomesh-azure-no-latency", (2.57, 1.0), 1.6, (0, 3), 0.658, 2.0)
 
 
 def test_traffic_is_divided_into_exchange_and_coordinator_and_adds_up():
@@ -131,27 +130,48 @@ def test_differences_are_taken_seed_by_seed():
     assert "50.0±0.0%" in shown.file.getvalue()
 
 
-def test_trouble_comes_at_moments_that_a_seed_decides():
-    names = ["coordinator", "a", "b"]
-    events = draw_events(names, 15, 40, seed=3)
-    assert events == draw_events(names, 15, 40, seed=3) != draw_events(names, 15, 40, seed=4)
-    numbers = [e.round for e in events]
-    assert min(numbers) >= 3
-    assert max(numbers) < 39
-    assert all(b - a >= 2 for a, b in pairwise(numbers))
-    assert {e.name for e in events} == set(names)
-    assert {e.signal for e in events} == set(SIGNALS)
-    with pytest.raises(ConfigError, match=r"--events 19 must lie in 1\.\.18"):
-        draw_events(names, 19, 40, seed=3)
-
-
-def test_time_lost_is_over_the_rounds_that_nothing_disturbed():
-    lengths = [30, 2, 2, 2, 7, 3, 2, 2, 2, 12, 2, 2]  # the first holds the start
-    closed = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    assert time_lost(closed, [5, 10]) == pytest.approx([5 + 1, 10 + 0])
-    assert time_lost(closed, []) == []
-
-
 def test_straggler_idle_of_a_round_is_that_of_the_slice_that_waits_longest():
     run = made_up_run([(4.0, (1.0, 1.0)), (4.0, (1.0, 3.0))])
     assert idle_by_round(run) == pytest.approx([0.0, 0.5])
+    idle = {"replan": [0.01, 0.5], "no-replan": [0.02]}
+    one, two = lines(idle, {"replan": [1], "no-replan": []})
+    assert one.split() == ["round", "1:", "replan", "1.0%", "no-replan", "2.0%"]
+    assert two.endswith("replan  50.0% (new plan)  no-replan      -")
+
+
+def test_every_method_is_ready_before_anything_runs():
+    configs = planned(AIM, tuple(LAB_METHODS), True, False)
+    assert set(configs) == set(LAB_METHODS)
+    for config in configs.values():
+        assert config.exchange.engine == "grpc"
+        assert config.exchange.resolve_schedule(2) == "gather"
+    overlapped = configs["geomesh-overlap"]
+    assert "geomesh-overlap" in METHODS
+    assert overlapped.exchange.overlap == OVERLAP
+    assert (
+        replace(overlapped, name="geomesh", exchange=configs["geomesh"].exchange)
+        == (configs["geomesh"])
+    )
+    for wrong, says in (
+        (replace(AIM, wan="bad"), "no WAN named 'bad'"),
+        (replace(AIM, cores=0.2), "slice rtx-6000-ada: a quota of 0.056 cores"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            planned(wrong, ("diloco",), False, False)
+    with pytest.raises(ConfigError, match="no method 'sgd'; use some of geomesh"):
+        planned(AIM, ("diloco", "sgd"), False, False)
+
+
+def test_an_exchange_beside_the_next_steps_takes_less_time():
+    found = Calibration(AIM, {}, 1e-3, 2.0, 0.1, 30.0)
+    waits, goes_on = (run_seconds(found, method(n, slices=AIM.slices)) for n in METHODS[-2:])
+    rounds = -(-method("geomesh").train.total_tokens // 27417)
+    assert waits - goes_on == pytest.approx(rounds * OVERLAP * 2.0, rel=1e-3)
+
+
+def test_a_calibration_that_cannot_be_read_is_named(tmp_path):
+    from benchmarks.wan.calibrate import calibrated
+
+    (tmp_path / "calibration.json").write_text('{"aim": 3}')
+    with pytest.raises(ConfigError, match=r"calibration.json is no calibration"):
+        calibrated(AIM, tmp_path, Console(file=io.StringIO()))

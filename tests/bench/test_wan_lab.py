@@ -75,6 +75,59 @@ def test_what_cannot_be_run_is_refused_in_a_line(capsys):
     assert "demo-geomesh" in said if ROOT else "needs root" in said
 
 
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("run demo-geomesh --wan bad", "--wan: no WAN named 'bad'"),
+        ("run demo-geomesh --wan nowhere.csv", "WAN file 'nowhere.csv' cannot be read"),
+        ("run demo-geomesh --tokens 0", "train.total_tokens 0 must be at least 1"),
+        ("run demo-geomesh --shares 4 3 2 1 --cores 0", "--cores 0.0 must be above 0"),
+        ("run demo-geomesh --shares 0 3 2 1", "give one above 0 for each of the 4 slices"),
+        (
+            "run demo-geomesh --shares 9 9 9 1",
+            "slice rtx-6000-ada: a quota of 0.036 cores",
+        ),
+        ("run demo-geomesh --cores 1", "--cores is divided by --shares"),
+        ("run demo-geomesh --out FILE", "is, or holds, something that is no run"),
+        ("compare --wan bad", "--wan: no WAN named 'bad'"),
+        ("compare --cores 0", "--cores 0.0 must be above 0"),
+        ("compare --cores 0.3", "under the kernel's least"),
+        ("compare --methods diloco sgd", "no method 'sgd'"),
+        ("compare --round-seconds 0", "--round-seconds 0.0 must be above 0"),
+        ("throttle --wan bad", "--wan: no WAN named 'bad'"),
+        ("throttle --cores 0", "--cores 0.0 must be above 0"),
+        ("throttle --slice rtx-6000-ada --factor 0.1 --cores 1", "a quota of 0.016 cores is under"),
+        ("throttle --at-round 24", "--at-round 24 must lie in 1..23"),
+        ("throttle --rounds 2", "--rounds 2 must be at least 9"),
+        ("failures --wan bad", "--wan: no WAN named 'bad'"),
+        ("failures --slices 2", "neither goes on without the other"),
+        ("failures --hang-seconds 0", "--hang-seconds 0.0 must be above 0"),
+        ("failures --moments 0", "--moments 0: nothing is asked for"),
+        ("failures --seeds 0", "--seeds 0 must be at least 1"),
+        ("failures --out FILE", "is, or holds, something else"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_is_made(
+    command, says, tmp_path, monkeypatch, capsys
+):
+    """On machines of any kind: nothing here gets as far as needing root."""
+
+    def made(*_):
+        raise AssertionError("something was made")
+
+    for module in ("__main__", "compare", "throttle", "failures"):
+        monkeypatch.setattr(f"benchmarks.wan.{module}.require_tools", lambda: None)
+    monkeypatch.setattr("benchmarks.wan.session._prepare_text", made)
+    monkeypatch.setattr("benchmarks.wan.session.open_lab", made)
+    monkeypatch.setattr("benchmarks.wan.calibrate.run", made)
+    (tmp_path / "file").write_text("")
+    where = [] if "--out" in command else ["--out", str(tmp_path / "out")]
+    command = command.replace("FILE", str(tmp_path / "file"))
+    assert main([*command.split(), *where]) == 2
+    assert says in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
 TAKE = """
 import socket, sys, time
 s = socket.create_server((sys.argv[1], int(sys.argv[2]))); c, _ = s.accept(); n = 0

@@ -51,7 +51,14 @@ def _one_program():
         yield
 
 
-@pytest.mark.parametrize("exchange", [SIGNS, EXACT], ids=["signs", "fp32"])
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        pytest.param(SIGNS, id="signs"),
+        pytest.param(EXACT, id="fp32"),
+        pytest.param(replace(SIGNS, codec="int8"), id="int8", marks=pytest.mark.full),
+    ],
+)
 def test_slices_apart_have_the_bits_and_the_records_of_slices_together(
     exchange, text, tmp_path, monkeypatch
 ):

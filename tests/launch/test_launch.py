@@ -15,7 +15,9 @@ from made_text import write_words
 
 from geojax.cli import main
 from geojax.config import RunError
+from geojax.configs import load_config
 from geojax.launch import local
+from geojax.runs import save_config
 from geojax.track.summary import check_accounting, load_run
 
 ROUNDS, STEPS, BATCH, SEQ_LEN = 30, 10 + 6 + 4, 4, 16
@@ -59,7 +61,7 @@ def config():
         (["launch"], "--local N PRESET_OR_FILE"),
         (["launch", "--local", "three", "demo-geomesh"], "say how many slices"),
         (["launch", "--local", "3", "demo-geomesh"], "the run has 4 slices"),
-        (["launch", "--local", "4", "demo-int8"], "two_phase"),
+        (["launch", "--local", "3", "demo-int8"], "the run has 4 slices"),
         (["launch", "--resume", "nowhere"], "not a run folder"),
         (["train", "demo-geomesh", "--slice", "h100"], "go together"),
         (
@@ -75,6 +77,24 @@ def test_what_cannot_be_launched_is_refused_before_anything_starts(
     assert main(args) == 2
     assert says in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_slice_that_cannot_keep_checkpoints_says_where(tmp_path, capsys):
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        (tmp_path / "file").write_text("")
+        args = ["--slice", "h100", "--coordinator", "127.0.0.1:1", "--out", str(place)]
+        assert main(["train", "demo-geomesh", *args]) == 2
+        said = capsys.readouterr().err
+        assert f"slice h100 in {place}" in said
+        assert "choose another folder with --out" in said
+
+
+def test_a_coordinator_names_a_record_that_it_cannot_go_on_from(tmp_path, capsys):
+    save_config(load_config("demo-geomesh"), tmp_path / "config.json")
+    lines = ['{"kind": "start"}', '{"kind": "round", "round": 1, "tokens": 2, "round_seconds": 3}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["coordinator", "--resume", str(tmp_path)]) == 2
+    assert "metrics.jsonl:2 is a record of kind round, and its 'seconds'" in capsys.readouterr().err
 
 
 def test_a_child_that_dies_is_started_again_so_often_and_no_more(monkeypatch):

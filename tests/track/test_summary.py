@@ -150,5 +150,18 @@ def test_a_record_that_lost_a_key_is_named(kind, key, make_run):
     records = [json.loads(line) for line in path.read_text().splitlines()]
     del next(r for r in records if r["kind"] == kind)[key]
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
-    with pytest.raises(ConfigError, match=f"a {kind} record has no {key}; .* put a copy"):
+    with pytest.raises(ConfigError, match=rf":\d+ is .*kind {kind}, and its '{key}' is missing"):
         load_run(path.parent)
+
+
+@pytest.mark.parametrize("kind", ["round", "slice", "eval"])
+def test_a_record_without_its_numbers_is_named(make_run, kind):
+    folder = make_run()
+    field = "compute_seconds" if kind == "slice" else "seconds"
+    _edit(folder, kind, 2, **{field: None})
+    with pytest.raises(ConfigError, match=rf":\d+ is .*kind {kind}, and its '{field}' is None"):
+        load_run(folder)
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text().replace(f'"{field}"', '"other"'))
+    with pytest.raises(ConfigError, match=r"its '.*seconds' is missing"):
+        load_run(folder)
