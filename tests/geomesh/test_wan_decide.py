@@ -169,6 +169,50 @@ def test_a_slice_is_late_by_the_times_of_the_others():
     assert limit_seconds([t / 100 for t in spread], RULES) < 5
 
 
+def slow_link(seconds=8, rounds=1000):
+    """Of the last of four slices: longer than any deadline for inner steps."""
+    world = World(4, rounds=rounds)
+    world.transfer_seconds[3] = seconds
+    world.pass_seconds(60)
+    return world
+
+
+def test_a_slice_whose_messages_take_long_is_not_late_by_that():
+    world = slow_link()
+    assert len(merged(world)) > 3
+    assert merged(world) == [[0, 1, 2, 3]] * len(merged(world))
+
+
+def test_a_message_that_never_comes_is_awaited_no_longer_than_slow_ones_take():
+    world = slow_link()
+    world.transfer_seconds[3] = 10**9
+    went_on = len(merged(world))
+    world.pass_seconds(30)
+    assert [0, 1, 2] in merged(world)[went_on:]
+    world.pass_seconds(200)
+    assert len(merged(world)) - went_on > 8  # slice 3 is awaited again in every second round
+
+
+@pytest.mark.parametrize("slow", [(3,), (0, 1, 2, 3)])
+def test_links_that_become_slower_leave_nobody_out_for_ever(slow):
+    """Those of one slice, or all: then a round ends as soon as a quorum holds enough."""
+    world = slow_link()
+    for index in slow:
+        world.transfer_seconds[index] = 24.0 + index
+    world.pass_seconds(300)
+    assert merged(world)[-5:] == [[0, 1, 2, 3]] * 5
+
+
+def test_a_slow_first_exchange_is_awaited_and_so_is_one_of_a_coordinator_that_began_in_it():
+    world = World(4, rounds=1000)
+    world.transfer_seconds = [15.0] * 4
+    world.pass_seconds(10)
+    world.restart_coordinator()
+    world.pass_seconds(60)
+    assert merged(world) == [[0, 1, 2, 3]] * len(merged(world))
+    assert len(merged(world)) >= 3
+
+
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_samples_are_merged_held_or_returned(data):

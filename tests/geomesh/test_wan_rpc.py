@@ -4,6 +4,7 @@
 import shutil
 import socket
 import subprocess
+import threading
 import time
 
 import numpy as np
@@ -78,6 +79,18 @@ def test_every_call_ends_at_its_deadline(server):
         impatient.call("127.0.0.1:1", "echo", {})
     assert time.monotonic() - started < 2.5
     impatient.close()
+
+
+def test_a_push_that_is_not_needed_any_more_leaves_the_link(client):
+    """The other side reads nothing; without `over` the push would take its whole deadline."""
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        port = deaf.getsockname()[1]
+        over = threading.Event()
+        threading.Timer(0.3, over.set).start()
+        started = time.monotonic()
+        with pytest.raises(CallError, match="not needed any more"):
+            client.push(f"127.0.0.1:{port}", "keep", {}, np.zeros(CHUNK_BYTES), over.is_set)
+        assert time.monotonic() - started < 2.5
 
 
 def test_an_address_that_cannot_be_listened_on_is_named_with_the_reason():

@@ -4,7 +4,8 @@
 The coordinator's code is the real one; slices do in steps what geojax.geomesh.wan.rounds does in
 threads. Time passes a second a step; a round's work takes two, of which some may be done while the
 message before is under way; a slice then says that it waits for the round before until it has sent
-its message.
+its message. Messages arrive at once, or after `transfer_seconds` of their sender, if the round is
+still open there.
 """
 
 import hashlib
@@ -106,7 +107,7 @@ class Slice:
         return {"phase": self.phase} | place
 
     def box(self):
-        return self.mail.get((self.history.epoch, self.history.round + 1), {})
+        return self.mail.get(self.open_round, {})
 
     def act(self):
         history = self.history
@@ -175,9 +176,20 @@ class Slice:
             self.phase = "waiting"
             self.told = self.status() if self.next else None
             self.done += 1.0 if self.next else 0.0
-            key = (history.epoch, history.round + 1)
-            for receiver in [self, *self.world.reached_by(self.index)]:
-                receiver.mail.setdefault(key, {})[self.index] = self.began[2]
+            self.mail.setdefault(self.open_round, {})[self.index] = self.began[2]
+            self.post()
+
+    @property
+    def open_round(self):
+        return self.history.epoch, self.history.round + 1
+
+    def post(self):
+        """Its message is under way to all others."""
+        now, takes = self.world.now, self.world.transfer_seconds[self.index]
+        for receiver in self.world.reached_by(self.index):
+            way = (receiver.incarnation, self.incarnation, self.open_round)
+            if now - self.world.posted.setdefault(way, now) >= takes:
+                receiver.mail.setdefault(self.open_round, {})[self.index] = self.began[2]
 
 
 class World:
@@ -187,6 +199,9 @@ class World:
         self.now, self.rounds, self.ahead_seconds = 0.0, rounds, ahead_seconds
         self.run = Run(names(slices), FINGERPRINT)
         self.side_of_slice = [0] * slices
+        self.transfer_seconds = [0.0] * slices
+        self.posted = {}
+        """Since when a message is under way, by the processes of both ends and its round."""
         self.coordinators = {0: self.make_coordinator(MemoryJournal())}
         self.slices = [Slice(self, i) for i in range(slices)]
 

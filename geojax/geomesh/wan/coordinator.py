@@ -25,7 +25,7 @@ _TICK_SECONDS = 0.05
 _PAGE_BYTES = 1 << 20  # of entries in one reply
 _LONGEST_WAIT_SECONDS = 10.0
 _AT_THE_END = ("done", "gone")
-_TOLD = {f.name for f in fields(Status)} - {"seen", "since", "worked", "restarted"}
+_TOLD = {f.name for f in fields(Status)} - {"seen", "since", "worked", "restarted", "arrived"}
 
 
 @dataclass(frozen=True)
@@ -72,17 +72,15 @@ class Coordinator:
             told = {name: header[name] for name in _TOLD if name in header}
             told |= {"slice": index, "received": tuple(header.get("received", ()))}
             status = Status(**told, seen=now, since=now)
+            known: dict[int, float] = {}
             if before:
-                status.restarted = before.restarted
-                if before.incarnation != status.incarnation:
-                    status.restarted = True
-                elif (before.phase, before.border, before.epoch) == (
-                    status.phase,
-                    status.border,
-                    status.epoch,
-                ):
-                    status.since = before.since
-                status.worked = before.worked
+                same = before.incarnation == status.incarnation
+                status.worked, status.restarted = before.worked, before.restarted or not same
+                if same and (before.border, before.epoch) == (status.border, status.epoch):
+                    known = before.arrived
+                    if before.phase == status.phase:
+                        status.since = before.since
+            status.arrived = {j: known.get(j, now) for j in status.received}
             if status.phase == "working":
                 status.worked = status.since
             if before is None or before.incarnation != status.incarnation:

@@ -4,8 +4,10 @@
 A round is over when every member that is still awaited has every message, and more than `quorum`
 of all configured slices have reported. A dead member is awaited until its lease ends, a living one
 until it takes longer than slices take (median + k x MAD of past report times, as multiples of what
-the plan expected), and one that is busy, or starts with all the others, for `join_seconds`. A slice
-that was left out comes back when it says that it holds the state again.
+the plan expected), and one that is busy, or starts with all the others, for `join_seconds`. A
+message is awaited, from its sender's report on, until it takes longer than the slowest one of a
+round does (median + k x MAD over past rounds). A slice that was left out comes back when it says
+that it holds the state again.
 
 Invariant: of any two decisions that a journal or two could hold, each had a majority of all
 configured slices behind it, and a merged message lies with a majority, so that a later majority can
@@ -23,6 +25,8 @@ from geojax.geomesh.wan.history import History
 from geojax.geomesh.wan.journal import Entry
 
 _REMEMBERED_ROUNDS = 32
+_REMEMBERED_LONGEST = 8  # rounds; fewer, for links change and are not planned for
+_SEARCHED_ROUNDS = 256  # for these
 _MAD_OF_NORMAL = 1.4826  # standard deviations in one MAD
 _LEAST_MAD = 0.1  # of the median: times that never vary do not make a deadline of no length
 
@@ -47,6 +51,8 @@ class Status:
     """Of that state."""
     received: tuple[int, ...] = ()
     """waiting: slices whose messages of the next round it has, itself among them."""
+    arrived: dict[int, float] = field(default_factory=dict)
+    """When it first said so of each."""
     facts: dict[str, Any] = field(default_factory=dict)
     """For everybody, through the journal."""
     address: str = ""
@@ -106,6 +112,21 @@ def limit_seconds(times: Sequence[float], rules: GrpcConfig) -> float:
     return middle + max(rules.deadline_mads * _MAD_OF_NORMAL * spread, rules.deadline_floor_seconds)
 
 
+def patience_seconds(kind: str, history: History, rules: GrpcConfig) -> float:
+    """For what takes some slices longer than others, whatever the plan: one figure a round, of the
+    slice that took longest, tells how long; so the slowest is not late by being the slowest.
+    `join_seconds` where nothing is known; as much again for each recent round in which somebody was
+    late, so that a slice whose link has become slower is not left out for ever."""
+    recent = [
+        (entry.get("longest", {}).get(kind), kind in entry.get("late", ()))
+        for entry in history.rounds[-_SEARCHED_ROUNDS:]
+    ]
+    known = [seconds for seconds, _ in recent if seconds is not None][-_REMEMBERED_LONGEST:]
+    told = [late for seconds, late in recent if late or seconds is not None]
+    limit = limit_seconds(known, rules) if known else rules.join_seconds
+    return limit * (1 + sum(told[-_REMEMBERED_LONGEST:]))
+
+
 def _start(alive: Mapping[int, Status], slices: int) -> Entry | None:
     if len(alive) < slices:
         return None
@@ -158,14 +179,15 @@ def _close(
     here = [alive[i] for i in members if i in alive and _at_border(alive[i], history)]
     reported = {s.slice: s for s in here if s.phase == "waiting" and s.epoch == history.epoch}
     took = {i: s.since - max(opened, s.worked) for i, s in reported.items()}
+    on_time = opened > began  # a round that was open when this coordinator began has no times
     expected = max((s.facts.get("expected_seconds", 1.0) for s in reported.values()), default=1.0)
     past = [
         seconds / entry["expected_seconds"] * expected
         for entry in history.rounds[-_REMEMBERED_ROUNDS:]
         for seconds in entry["seconds"].values()
     ]
-    limit = limit_seconds([*past, *took.values()], rules)
-    last_report = max((s.since for s in reported.values()), default=now)
+    limit = limit_seconds([*past, *(took.values() if on_time else ())], rules)
+    delivery = patience_seconds("messages", history, rules)
 
     def awaited(i: int) -> bool:
         status = statuses.get(i)
@@ -173,12 +195,11 @@ def _close(
             return now - began <= rules.join_seconds
         if i not in alive or status.phase == "done":
             return False
-        if i in reported and set(reported) <= set(status.received):
-            return False
+        if i in reported:
+            under_way = set(reported) - set(status.received)
+            return any(now - reported[j].since <= delivery for j in under_way)
         if status.phase == "busy":
             return now - status.since <= rules.join_seconds
-        if i in reported:  # messages of the last one are under way
-            return now - last_report <= limit
         if status.restarted:
             return now - opened <= limit
         if status.phase in _LOOKING:
@@ -194,9 +215,12 @@ def _close(
     digest, count = votes.most_common(1)[0]
     if not enough(count, slices, rules):
         return {"kind": "stop", "reason": _differ(history.round, reported)}
-    merged = _available({i: s for i, s in reported.items() if s.digest == digest}, slices, rules)
+    agreeing = {i: s for i, s in reported.items() if s.digest == digest}
+    merged = _available(agreeing, slices, rules)
     if not enough(len(merged), slices, rules):
         return None
+    longest = {"messages": _delivery_seconds(reported)} if on_time else {}
+    late = ["messages"] if set(agreeing) - set(merged) else []
     joining = [i for i, s in alive.items() if s.phase == "standby" and _at_border(s, history)]
     return {
         "kind": "round",
@@ -205,7 +229,9 @@ def _close(
         "members": sorted({*merged, *joining}),
         "digest": digest,
         "expected_seconds": expected,
-        "seconds": {str(i): round(took[i], 3) for i in merged},
+        "seconds": {str(i): round(took[i], 3) for i in merged if on_time},
+        "longest": {k: round(s, 3) for k, s in longest.items() if s is not None},
+        "late": late,
         "facts": {str(i): reported[i].facts for i in merged},
     }
 
@@ -218,6 +244,14 @@ def _reopen(
     if not enough(len(standing), slices, rules):
         return None
     return {"kind": "rollback", "round": history.round, "members": sorted(standing)}
+
+
+def _delivery_seconds(reported: Mapping[int, Status]) -> float | None:
+    """From a slice's report until all had its message, the longest; None where some never came."""
+    try:
+        return max(s.arrived[j] - reported[j].since for s in reported.values() for j in reported)
+    except KeyError:
+        return None
 
 
 def _at_border(status: Status, history: History) -> bool:

@@ -4,7 +4,9 @@
 Entries, by `kind`:
 start     all slices are there; `members` of round 1, and `facts` of each slice (its profile)
 round     `round` is over: `merged` slices, `members` of the next one, the `digest` of the shared
-          state that it began with, `seconds` that slices took to report, and their `facts`
+          state that it began with, `seconds` that slices took to report, and their `facts`;
+          `longest`: seconds, by what was awaited, of whoever took longest, where nobody was left
+          out for it; `late`: for what somebody was
 rollback  nobody holds the state after later rounds any more, or the open one has lost too many
           members: `round` is the last one (again), `members` are those of the next
 stop      the run cannot go on, for a `reason`

@@ -233,12 +233,12 @@ class Member:
 
         while not over():
             try:
-                if self._peers.push(other, header, message):
+                if self._peers.push(other, header, message, over):
                     with self._changed:
                         self._mail.arrived(header["epoch"], header["round"], other)
                     return
             except CallError as error:
-                if not said:
+                if not said and not over():
                     self.say(f"cannot send to slice {self._names[other]} at {error}; trying again")
                     said = True
             with self._changed:

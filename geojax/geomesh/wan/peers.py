@@ -26,11 +26,12 @@ class Peers:
     def all_known(self) -> bool:
         return len(self.addresses) == len(self._names)
 
-    def push(self, other: int, header: Header, message: Message) -> bool:
-        """Send it this slice's message; False where its address is not known. CallError."""
+    def push(self, other: int, header: Header, message: Message, over: Callable[[], bool]) -> bool:
+        """Send it this slice's message, until that is `over`; False where its address is not known.
+        CallError."""
         address = self.addresses.get(other)
         if address:
-            self._client.push(address, "message", header, message)
+            self._client.push(address, "message", header, message, over)
         return bool(address)
 
     def fetch(
