@@ -203,6 +203,28 @@ def test_links_that_become_slower_leave_nobody_out_for_ever(slow):
     assert merged(world)[-5:] == [[0, 1, 2, 3]] * 5
 
 
+def test_of_two_messages_of_one_slice_one_is_merged_by_all():
+    """Others hold that of the process before, and the new one's does not reach most of them."""
+    world = World(4, rounds=12)
+    world.work_seconds[:3] = [8] * 3
+    world.pass_seconds(30)
+    for phase in ("working", "waiting"):
+        while world.slices[3].phase != phase:
+            world.pass_seconds(1)
+    number = len(merged(world))
+    world.slices[3].restart()
+    world.stalled = {(3, 1), (3, 2)}
+    while world.slices[3].phase != "waiting":
+        world.pass_seconds(1)
+    assert len(merged(world)) == number
+    world.pass_seconds(50)
+    assert merged(world)[number] == [0, 1, 2]
+    assert len({s.merged for s in world.slices}) == 1
+    world.stalled = set()
+    world.pass_seconds(150)
+    assert_each_sample_once(world)
+
+
 def test_a_slow_first_exchange_is_awaited_and_so_is_one_of_a_coordinator_that_began_in_it():
     world = World(4, rounds=1000)
     world.transfer_seconds = [15.0] * 4

@@ -2,6 +2,7 @@
 """Slices without a model, over real gRPC: rounds go on whatever fails, and no sample is lost."""
 
 import threading
+import time
 from contextlib import ExitStack
 
 import numpy as np
@@ -192,6 +193,33 @@ def test_a_stuck_slice_is_left_out_by_a_deadline_and_comes_back(world, ahead):
     assert replica.feedback == sum(1 in e["merged"] for e in history.rounds)
 
 
+def test_a_slice_that_is_started_again_within_a_round_is_sent_the_messages_again(world):
+    run, place = world(3, 1), {"epoch": 0, "border": 0, "digest": ""}
+    with ExitStack() as stack:
+
+        def member(index):
+            joined = join(index, 3, run.address, threading.Event())
+            joined.tell(phase="standby", **place)
+            return stack.enter_context(joined)
+
+        members = [member(i) for i in range(3)]
+        for i in (0, 1):
+            members[i].wait(lambda history: history.start is not None)
+            replica = CountingReplica(i, 1, 0.0, threading.Event())
+            members[i].send(0, 1, replica.message()[0])
+
+        def has_all():
+            deadline = time.monotonic() + 10
+            while set(members[2]._mail.versions(0, 1)) != {"0", "1"}:
+                assert time.monotonic() < deadline, run.said
+                time.sleep(0.01)
+
+        has_all()
+        members[2].close()
+        members[2] = member(2)
+        has_all()
+
+
 def test_garbage_and_other_configs_are_refused_and_the_run_goes_on(world):
     run = world(3, 10)
     for i in range(3):
@@ -201,7 +229,7 @@ def test_garbage_and_other_configs_are_refused_and_the_run_goes_on(world):
 
     client = Client(GrpcConfig(**FAST))
     follow = {"name": "s0", "fingerprint": FINGERPRINT, "after": 0, "chain": ""}
-    peer = client.call(run.address, "follow", follow)["addresses"]["0"]
+    peer = client.call(run.address, "follow", follow)["peers"]["0"][0]
     header = {"epoch": 0, "round": 9, "slice": 1}
     with pytest.raises(CallError, match=r"is not one|damaged|cut"):
         client.push(peer, "message", header, np.arange(200, dtype=np.uint8))

@@ -46,14 +46,14 @@ class Slice:
 
     def __init__(self, world, index):
         self.world, self.index = world, index
-        self.saved = 0, 0, np.zeros(MOST, np.uint8)
+        self.saved = 0, 0, np.zeros(MOST, np.uint8), ""
         self.restart()
 
     def restart(self):
         """A new process, from the last checkpoint."""
         self.incarnation = str(next(self.incarnations))
         self.alive, self.stuck = True, False
-        self.epoch, self.border, counts = self.saved
+        self.epoch, self.border, counts, self.merged = self.saved
         self.counts = counts.copy()
         self.history, self.read, self.chain = History(), 0, ""
         self.phase, self.mail, self.began = "starting", {}, None
@@ -65,7 +65,8 @@ class Slice:
 
     @property
     def digest(self):
-        return hashlib.sha256(self.counts[: self.counts.nonzero()[0].size + 200].data).hexdigest()
+        counts = self.counts[: self.counts.nonzero()[0].size + 200]
+        return hashlib.sha256(counts.tobytes() + self.merged.encode()).hexdigest()
 
     def step(self):
         if not self.alive:
@@ -89,7 +90,8 @@ class Slice:
                 | {
                     "incarnation": self.incarnation,
                     **(self.told or self.status()),
-                    "received": sorted(self.box()),
+                    "sent": self.incarnation,
+                    "received": {str(i): sorted(held) for i, held in self.box().items()},
                     "facts": {},
                     "address": "",
                 }
@@ -134,24 +136,27 @@ class Slice:
         for peer in self.world.reached_by(self.index):
             if peer.border > before and self.history.holds(peer.epoch, peer.border):
                 self.counts, self.border = peer.counts.copy(), peer.border
+                self.merged = peer.merged
                 self.epoch = self.history.epoch
                 return
 
     def apply(self, number):
-        key = (self.history.rounds[number - 1]["epoch"], number)
-        row = []
-        for index in self.history.rounds[number - 1]["merged"]:
-            boxes = [self, *self.world.reached_by(self.index)]
-            found = [s.mail[key][index] for s in boxes if index in s.mail.get(key, {})]
+        entry = self.history.rounds[number - 1]
+        key, row = (entry["epoch"], number), []
+        for index, version in entry["versions"].items():
+            boxes = [s.mail.get(key, {}) for s in [self, *self.world.reached_by(self.index)]]
+            held = [box[int(index)] for box in boxes if int(index) in box]
+            found = [messages[version] for messages in held if version in messages]
             if not found:
                 return False
             row.append(found[0])
+        self.merged = f"{hash((self.merged, number, *entry['versions'].items()))}"
         for share in row:
             for part in share:
                 self.counts[part.start : part.stop] += 1
         self.border, self.began = number, None
         if number % SAVED_ROUNDS == self.index:
-            self.saved = self.epoch, number, self.counts.copy()
+            self.saved = self.epoch, number, self.counts.copy(), self.merged
         self.mail = {k: v for k, v in self.mail.items() if k >= key}
         return True
 
@@ -172,11 +177,11 @@ class Slice:
             self.phase, self.told = "working", self.told if done else None
             self.began = place, self.world.now - done, share
             self.next, self.done = opened.ahead.get(self.index, ()), 0.0
-        if self.world.now - self.began[1] >= WORK_SECONDS:
+        if self.world.now - self.began[1] >= self.world.work_seconds[self.index]:
             self.phase = "waiting"
             self.told = self.status() if self.next else None
             self.done += 1.0 if self.next else 0.0
-            self.mail.setdefault(self.open_round, {})[self.index] = self.began[2]
+            self.post_to(self)
             self.post()
 
     @property
@@ -188,8 +193,13 @@ class Slice:
         now, takes = self.world.now, self.world.transfer_seconds[self.index]
         for receiver in self.world.reached_by(self.index):
             way = (receiver.incarnation, self.incarnation, self.open_round)
-            if now - self.world.posted.setdefault(way, now) >= takes:
-                receiver.mail.setdefault(self.open_round, {})[self.index] = self.began[2]
+            stalled = (self.index, receiver.index) in self.world.stalled
+            if now - self.world.posted.setdefault(way, now) >= takes and not stalled:
+                self.post_to(receiver)
+
+    def post_to(self, receiver):
+        box = receiver.mail.setdefault(self.open_round, {})
+        box.setdefault(self.index, {})[self.incarnation] = self.began[2]
 
 
 class World:
@@ -200,6 +210,9 @@ class World:
         self.run = Run(names(slices), FINGERPRINT)
         self.side_of_slice = [0] * slices
         self.transfer_seconds = [0.0] * slices
+        self.stalled = set()
+        """Pairs of sender and receiver that nothing goes between."""
+        self.work_seconds = [WORK_SECONDS] * slices
         self.posted = {}
         """Since when a message is under way, by the processes of both ends and its round."""
         self.coordinators = {0: self.make_coordinator(MemoryJournal())}

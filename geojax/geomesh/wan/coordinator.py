@@ -70,9 +70,10 @@ class Coordinator:
             index = self._index(header)
             now, before = self._clock(), self._statuses.get(index)
             told = {name: header[name] for name in _TOLD if name in header}
-            told |= {"slice": index, "received": tuple(header.get("received", ()))}
+            received = {int(j): tuple(v) for j, v in header.get("received", {}).items()}
+            told |= {"slice": index, "received": received}
             status = Status(**told, seen=now, since=now)
-            known: dict[int, float] = {}
+            known: dict[tuple[int, str], float] = {}
             if before:
                 same = before.incarnation == status.incarnation
                 status.worked, status.restarted = before.worked, before.restarted or not same
@@ -80,11 +81,13 @@ class Coordinator:
                     known = before.arrived
                     if before.phase == status.phase:
                         status.since = before.since
-            status.arrived = {j: known.get(j, now) for j in status.received}
+            versions = [(j, version) for j, held in received.items() for version in held]
+            status.arrived = {key: known.get(key, now) for key in versions}
             if status.phase == "working":
                 status.worked = status.since
             if before is None or before.incarnation != status.incarnation:
                 self._say(f"slice {self._run.names[index]} is here, at {status.address}")
+                self._changed.notify_all()
             self._statuses[index] = status
             if self._ledger:
                 for record in header.get("records", ()):
@@ -95,7 +98,8 @@ class Coordinator:
             return {"recorded": recorded, "epoch": self.history.epoch}
 
     def follow(self, header: Header) -> Header:
-        """Entries after the first `after`; waits for one up to `wait_seconds`."""
+        """Entries after the first `after`, and which process is which slice; waits for what is not
+        known to the caller yet up to `wait_seconds`."""
         self._index(header)
         after, journal = header["after"], self._journal
         wait = min(header.get("wait_seconds", 0.0), _LONGEST_WAIT_SECONDS)
@@ -105,15 +109,20 @@ class Coordinator:
                     "the coordinator's journal is not the one that this slice has followed; "
                     "another coordinator, or an old copy of its folder, answers at this address"
                 )
-            finished = self.finished
+            finished, known = self.finished, header.get("peers", {})
             self._changed.wait_for(
-                lambda: len(journal.entries) > after or self.finished != finished, timeout=wait
+                lambda: (
+                    len(journal.entries) > after
+                    or self.finished != finished
+                    or any(s.incarnation != known.get(str(i)) for i, s in self._statuses.items())
+                ),
+                timeout=wait,
             )
             page = _page(journal.entries, after)
             return {
                 "entries": page,
                 "chain": journal.chains[after + len(page)],
-                "addresses": {str(i): s.address for i, s in self._statuses.items()},
+                "peers": {str(i): [s.address, s.incarnation] for i, s in self._statuses.items()},
                 "finished": self.finished,
             }
 

@@ -10,8 +10,8 @@ round does (median + k x MAD over past rounds). A slice that was left out comes 
 that it holds the state again.
 
 Invariant: of any two decisions that a journal or two could hold, each had a majority of all
-configured slices behind it, and a merged message lies with a majority, so that a later majority can
-fetch it.
+configured slices behind it, and a merged message, in the version that the journal names, lies with
+a majority, so that a later majority can fetch it.
 """
 
 from collections import Counter
@@ -49,10 +49,12 @@ class Status:
     """Of the state that it holds, or could restore or make."""
     digest: str = ""
     """Of that state."""
-    received: tuple[int, ...] = ()
-    """waiting: slices whose messages of the next round it has, itself among them."""
-    arrived: dict[int, float] = field(default_factory=dict)
-    """When it first said so of each."""
+    sent: str = ""
+    """waiting: the version of its message."""
+    received: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Versions of messages of the next round that it has, by slice, itself among them."""
+    arrived: dict[tuple[int, str], float] = field(default_factory=dict)
+    """When it first said so, by slice and version."""
     facts: dict[str, Any] = field(default_factory=dict)
     """For everybody, through the journal."""
     address: str = ""
@@ -180,13 +182,14 @@ def _close(
     reported = {s.slice: s for s in here if s.phase == "waiting" and s.epoch == history.epoch}
     took = {i: s.since - max(opened, s.worked) for i, s in reported.items()}
     on_time = opened > began  # a round that was open when this coordinator began has no times
+    of_many = on_time and enough(len(reported), slices, rules)  # few may be fast ones
     expected = max((s.facts.get("expected_seconds", 1.0) for s in reported.values()), default=1.0)
     past = [
         seconds / entry["expected_seconds"] * expected
         for entry in history.rounds[-_REMEMBERED_ROUNDS:]
         for seconds in entry["seconds"].values()
     ]
-    limit = limit_seconds([*past, *(took.values() if on_time else ())], rules)
+    limit = limit_seconds([*past, *(took.values() if of_many else ())], rules)
     delivery = patience_seconds("messages", history, rules)
 
     def awaited(i: int) -> bool:
@@ -196,8 +199,8 @@ def _close(
         if i not in alive or status.phase == "done":
             return False
         if i in reported:
-            under_way = set(reported) - set(status.received)
-            return any(now - reported[j].since <= delivery for j in under_way)
+            under_way = [s for s in reported.values() if not _has(status, s)]
+            return any(now - s.since <= delivery for s in under_way)
         if status.phase == "busy":
             return now - status.since <= rules.join_seconds
         if status.restarted:
@@ -226,6 +229,7 @@ def _close(
         "kind": "round",
         "round": history.round + 1,
         "merged": merged,
+        "versions": {str(i): reported[i].sent for i in merged},
         "members": sorted({*merged, *joining}),
         "digest": digest,
         "expected_seconds": expected,
@@ -241,7 +245,7 @@ def _reopen(
 ) -> Entry | None:
     """The round once more, where its members are too few by now, with whoever has come back."""
     standing = [i for i, s in alive.items() if s.phase != "done" and _at_border(s, history)]
-    if not enough(len(standing), slices, rules):
+    if set(standing) <= set(history.members) or not enough(len(standing), slices, rules):
         return None
     return {"kind": "rollback", "round": history.round, "members": sorted(standing)}
 
@@ -249,9 +253,18 @@ def _reopen(
 def _delivery_seconds(reported: Mapping[int, Status]) -> float | None:
     """From a slice's report until all had its message, the longest; None where some never came."""
     try:
-        return max(s.arrived[j] - reported[j].since for s in reported.values() for j in reported)
+        return max(
+            s.arrived[sender.slice, sender.sent] - sender.since
+            for s in reported.values()
+            for sender in reported.values()
+        )
     except KeyError:
         return None
+
+
+def _has(status: Status, sender: Status) -> bool:
+    """Whether it has the message of `sender`'s process."""
+    return sender.sent in status.received.get(sender.slice, ())
 
 
 def _at_border(status: Status, history: History) -> bool:
@@ -267,10 +280,11 @@ def _differ(border: int, reported: Mapping[int, Status]) -> str:
 
 
 def _available(reported: Mapping[int, Status], slices: int, rules: GrpcConfig) -> list[int]:
-    """Slices whose message a quorum holds; holders count only while they are in the set."""
+    """Slices whose message a quorum holds, as it was last sent; holders count only while they are
+    in the set."""
     kept = set(reported)
     while True:
-        holders = Counter(j for i in kept for j in reported[i].received)
+        holders = {j: sum(_has(reported[i], reported[j]) for i in kept) for j in kept}
         lost = {j for j in kept if not enough(holders[j], slices, rules)}
         if not lost:
             return sorted(kept)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages that a slice holds, by round, and how its own last one fares; under its member's lock.
 
-Invariant: peers that are one round behind find that round's messages here, and no older ones.
+Invariant: peers that are one round behind find that round's messages here, and no older ones; of
+two messages that processes of one slice sent for a round, none takes the other's place.
 """
 
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from geojax.geomesh.message import version
 from geojax.geomesh.wan.seat import Message
 
 
@@ -29,17 +31,24 @@ class Mail:
     """Empty, at first."""
 
     def __init__(self):
-        self._boxes: dict[tuple[int, int], dict[int, Message]] = {}
+        self._boxes: dict[tuple[int, int], dict[tuple[int, str], Message]] = {}
         self._underway: UnderWay | None = None
         """Or the last one."""
 
     def put(self, epoch: int, number: int, index: int, message: Message) -> None:
         """Slice `index`'s message of that round."""
-        self._boxes.setdefault((epoch, number), {})[index] = message
+        self._boxes.setdefault((epoch, number), {})[index, version(message)] = message
 
-    def of(self, epoch: int, number: int) -> dict[int, Message]:
-        """Messages of that round, by slice."""
+    def of(self, epoch: int, number: int) -> dict[tuple[int, str], Message]:
+        """Messages of that round, by slice and version."""
         return dict(self._boxes.get((epoch, number), {}))
+
+    def versions(self, epoch: int, number: int) -> dict[str, list[str]]:
+        """Of that round, by slice; for JSON."""
+        found: dict[str, list[str]] = {}
+        for index, held in sorted(self._boxes.get((epoch, number), {})):
+            found.setdefault(str(index), []).append(held)
+        return found
 
     def prune(self, epoch: int, number: int) -> None:
         """Forget rounds before that one."""
