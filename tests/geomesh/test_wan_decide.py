@@ -5,11 +5,13 @@ import json
 from itertools import combinations
 
 import pytest
+from counting_replica import FINGERPRINT, names
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from wan_world import RULES, MemoryJournal, World
 
 from geojax.config import ConfigError, GrpcConfig, RunError
+from geojax.geomesh.wan.coordinator import Coordinator, Run
 from geojax.geomesh.wan.decide import limit_seconds
 from geojax.geomesh.wan.history import History
 from geojax.geomesh.wan.journal import Journal
@@ -223,6 +225,42 @@ def test_of_two_messages_of_one_slice_one_is_merged_by_all():
     world.stalled = set()
     world.pass_seconds(150)
     assert_each_sample_once(world)
+
+
+def test_a_slice_that_is_started_twice_is_refused_and_one_that_is_started_again_is_not():
+    now, said = [0.0], []
+    run = Run(names(2), FINGERPRINT)
+    coordinator = Coordinator(run, RULES, MemoryJournal(), say=said.append, clock=lambda: now[0])
+
+    def tell(incarnation, phase="working"):
+        now[0] += 0.5
+        return coordinator.tell(
+            {
+                "name": "s0",
+                "fingerprint": FINGERPRINT,
+                "incarnation": incarnation,
+                "address": f"host-{incarnation}:1",
+                "phase": phase,
+            }
+        )
+
+    def is_slice(incarnation):
+        return "waits" not in tell(incarnation)
+
+    for _ in range(4):
+        assert is_slice("a")
+        assert not is_slice("b")
+    with pytest.raises(ValueError, match=r"host-a:1 already.* at host-b:1, is a second"):
+        tell("b")
+    assert is_slice("a")
+    killed = now[0]
+    while not is_slice("c"):
+        pass
+    assert now[0] - killed <= RULES.lease_seconds + 1
+    with pytest.raises(ValueError, match=r"taken the place .* host-c:1"):
+        tell("a")
+    tell("c", "stopping")
+    assert is_slice("d")
 
 
 def test_a_slow_first_exchange_is_awaited_and_so_is_one_of_a_coordinator_that_began_in_it():

@@ -61,7 +61,7 @@ class Slice:
         self.next, self.done = (), 0.0
         """Samples of the round after the open one, and seconds of its work that are done."""
         self.told = None
-        self.refused = False
+        self.refused = self.waits = False
 
     @property
     def digest(self):
@@ -72,7 +72,7 @@ class Slice:
         if not self.alive:
             return
         self.talk()
-        if self.stuck:
+        if self.stuck or self.waits:
             return
         self.act()
         self.talk()
@@ -85,7 +85,7 @@ class Slice:
         try:
             place = {"after": self.read, "chain": self.chain}
             reply = coordinator.follow(identity | place)
-            coordinator.tell(
+            told = coordinator.tell(
                 identity
                 | {
                     "incarnation": self.incarnation,
@@ -99,6 +99,7 @@ class Slice:
         except ValueError:
             self.refused = True
             return
+        self.waits = told.get("waits", False)
         for entry in reply["entries"]:
             self.history.add(entry)
         self.read += len(reply["entries"])

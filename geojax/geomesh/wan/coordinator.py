@@ -58,6 +58,10 @@ class Coordinator:
         if ledger:
             ledger.follow(self.history)
         self._statuses: dict[int, Status] = {}
+        self._heirs: dict[int, tuple[str, float]] = {}
+        """Processes that wait for the end of the one that is their slice, and since when."""
+        self._retired: set[str] = set()
+        """Incarnations of processes in whose place another one is."""
         self._dead: set[int] = set()
         self._began = self._opened = self._awake = clock()
         self._changed = threading.Condition()
@@ -69,6 +73,11 @@ class Coordinator:
             self._wake()
             index = self._index(header)
             now, before = self._clock(), self._statuses.get(index)
+            if before and before.incarnation != header["incarnation"]:
+                if is_alive(before, now, self._rules):
+                    return self._hold_off(before, header, now)
+                self._retired.add(before.incarnation)
+                self._heirs.pop(index, None)
             told = {name: header[name] for name in _TOLD if name in header}
             received = {int(j): tuple(v) for j, v in header.get("received", {}).items()}
             told |= {"slice": index, "received": received}
@@ -96,6 +105,23 @@ class Coordinator:
             self._decide()
             recorded = self._ledger.round if self._ledger else self.history.round
             return {"recorded": recorded, "epoch": self.history.epoch}
+
+    def _hold_off(self, before: Status, header: Header, now: float) -> Header:
+        """Another process is that slice and may be alive: the new one waits until it is silent for
+        a lease, or is refused once it was heard again."""
+        name, mine = self._run.names[before.slice], header["incarnation"]
+        if self._heirs.get(before.slice, ("", 0.0))[0] != mine:
+            self._heirs[before.slice] = mine, now
+            self._say(
+                f"slice {name}: another process, at {header['address']}, waits for the end of the "
+                f"one at {before.address}"
+            )
+        if before.seen - self._heirs[before.slice][1] > self._rules.lease_seconds / 2:
+            raise ValueError(
+                f"slice {name} is at {before.address} already, and that process lives; this one, at "
+                f"{header['address']}, is a second one. Stop one of them"
+            )
+        return {"waits": True, "recorded": -1, "epoch": self.history.epoch}
 
     def follow(self, header: Header) -> Header:
         """Entries after the first `after`, and which process is which slice; waits for what is not
@@ -173,6 +199,7 @@ class Coordinator:
         if now - self._awake > self._rules.lease_seconds / 2:
             for status in self._statuses.values():
                 status.seen = max(status.seen, now)
+            self._heirs.clear()
         self._awake = now
 
     def _index(self, header: Mapping[str, Any]) -> int:
@@ -183,6 +210,12 @@ class Coordinator:
             raise ValueError(
                 f"slice {name} runs another config, or version, than the coordinator; start both "
                 "with the same one"
+            )
+        if header.get("incarnation") in self._retired:
+            raise ValueError(
+                f"another process has taken the place of this one as slice {name}, which said "
+                f"nothing for {self._rules.lease_seconds:g} s; it is at "
+                f"{self._statuses[run.names.index(name)].address}"
             )
         return run.names.index(name)
 

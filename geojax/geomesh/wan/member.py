@@ -68,6 +68,8 @@ class Member:
         self._peers, self._mail = Peers(self._client, names, index, say), Mail()
         self._offer: Offer | None = None
         self.finished = False
+        self._admitted = False
+        """Whether this process is the slice; another one may be, until it is silent for long."""
         self._beat: Callable[[], None] = lambda: None
         self._failure: RunError | None = None
         self._heard = time.monotonic()
@@ -144,7 +146,7 @@ class Member:
     def wait(self, reached: Callable[[History], bool], seconds: float | None = None) -> bool:
         deadline = None if seconds is None else time.monotonic() + seconds
         with self._changed:
-            while not reached(self.history):
+            while not (self._admitted and reached(self.history)):
                 self._raise_failure()
                 if self.history.stopped:
                     raise RunError(self.history.stopped)
@@ -314,6 +316,8 @@ class Member:
             self._heard = time.monotonic()
             done = [r for r in told["records"] if r["round"] <= reply["recorded"]]
             self._records = [r for r in self._records if r not in done]
+            self._admitted = not reply.get("waits", False)
+            self._changed.notify_all()
 
     def _read_on(self, reply: Header) -> None:
         with self._changed:
