@@ -2,6 +2,8 @@
 """Who is in a round, whatever fails: decisions, cut networks, and samples merged exactly once."""
 
 import json
+import subprocess
+import sys
 from itertools import combinations
 
 import pytest
@@ -247,9 +249,10 @@ def test_a_slice_that_is_started_twice_is_refused_and_one_that_is_started_again_
     def is_slice(incarnation):
         return "waits" not in tell(incarnation)
 
-    for _ in range(4):
+    for _ in range(3):
         assert is_slice("a")
         assert not is_slice("b")
+    assert is_slice("a")
     with pytest.raises(ValueError, match=r"host-a:1 already.* at host-b:1, is a second"):
         tell("b")
     assert is_slice("a")
@@ -261,6 +264,71 @@ def test_a_slice_that_is_started_twice_is_refused_and_one_that_is_started_again_
         tell("a")
     tell("c", "stopping")
     assert is_slice("d")
+
+
+def test_a_slice_that_dies_with_the_coordinator_is_not_awaited_for_long():
+    world = World(4, rounds=1000)
+    world.pass_seconds(20)
+    went_on = len(merged(world))
+    world.slices[0].alive = False
+    world.restart_coordinator()
+    world.pass_seconds(3 * int(RULES.lease_seconds))
+    assert merged(world)[went_on:][:1] == [[1, 2, 3]]
+
+
+def test_what_passes_while_the_coordinator_is_stopped_is_held_against_nobody():
+    world = World(4, rounds=1000)
+    for _ in range(4):
+        world.pass_seconds(7)
+        world.stop_coordinator(30)
+    world.pass_seconds(10)
+    assert merged(world) == [[0, 1, 2, 3]] * len(merged(world))
+
+
+def test_a_slice_that_is_stuck_where_others_evaluate_is_not_awaited_for_long():
+    world = World(4, rounds=1000)
+    world.busy_seconds = [1, 1, 2, 4]
+    world.pass_seconds(100)
+    assert merged(world) == [[0, 1, 2, 3]] * len(merged(world))
+    world.busy_seconds[1] = 10**9
+    while world.slices[1].busy_until < 10**9:
+        world.pass_seconds(1)
+    went_on = len(merged(world))
+    world.pass_seconds(14)
+    assert merged(world)[went_on:][:1] == [[0, 2, 3]]
+
+
+def test_where_all_are_stuck_nothing_is_written():
+    world = World(3, rounds=1000)
+    world.pass_seconds(20)
+    for s in world.slices:
+        s.stuck = True
+    before = len(world.coordinators[0]._journal.entries)
+    world.pass_seconds(60)
+    assert len(world.coordinators[0]._journal.entries) <= before + 1
+    for s in world.slices:
+        s.stuck = False
+    world.pass_seconds(20)
+    assert len(world.coordinators[0]._journal.entries) > before + 3
+
+
+def test_the_newest_state_is_awaited_from_when_a_quorum_looks_for_it():
+    world = World(4, rounds=1000)
+    world.pass_seconds(60)
+    for s in world.slices:
+        s.alive = False
+    newest = world.slices[3]
+    newest.saved = newest.epoch, newest.border, newest.counts.copy(), newest.merged
+    assert newest.border == len(merged(world))
+    world.pass_seconds(10)
+    for s in world.slices[:3]:
+        s.restart()
+    world.pass_seconds(15)
+    newest.restart()
+    world.pass_seconds(20)
+    kinds = {e["kind"] for e in world.coordinators[0]._journal.entries}
+    assert kinds == {"start", "round"}
+    assert merged(world)[-1] == [0, 1, 2, 3]
 
 
 def test_a_slow_first_exchange_is_awaited_and_so_is_one_of_a_coordinator_that_began_in_it():
@@ -323,6 +391,30 @@ def test_a_journal_survives_a_torn_line_and_tells_a_damaged_one(tmp_path):
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(ConfigError, match="jsonl:2 is damaged"):
         Journal(path)
+
+
+def test_a_journal_is_as_it_was_where_the_disk_is_full_for_a_moment(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    program = f"""
+import resource, signal
+from pathlib import Path
+from geojax.geomesh.wan.journal import Journal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = Path({str(path)!r})
+journal = Journal(path)
+journal.append({{"number": 0}})
+full, most = path.stat().st_size + 40, resource.RLIM_INFINITY
+for limit, number in ((full, 1), (full, 2), (most, 3)):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+    try:
+        journal.append({{"number": number, "pad": 100 * "x"}})
+    except OSError:
+        assert number < 3
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    journal = Journal(path)
+    assert [entry["number"] for entry in journal.entries] == [0, 3]
+    journal.close()
 
 
 def test_states_of_undone_rounds_are_of_no_history():

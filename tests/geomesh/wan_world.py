@@ -22,6 +22,7 @@ from geojax.geomesh.wan.samples import Border
 
 RULES = GrpcConfig(lease_seconds=3, deadline_floor_seconds=4, join_seconds=20)
 WORK_SECONDS = 2
+EVALUATED_ROUNDS = 4  # between evaluations
 SAVED_ROUNDS = 5  # between checkpoints, of each slice at another round
 MOST = 20_000
 
@@ -61,6 +62,7 @@ class Slice:
         self.next, self.done = (), 0.0
         """Samples of the round after the open one, and seconds of its work that are done."""
         self.told = None
+        self.evaluated, self.busy_until = 0, 0.0
         self.refused = self.waits = False
 
     @property
@@ -171,6 +173,12 @@ class Slice:
         if self.index not in history.members:
             self.phase, self.began, self.told = "standby", None, None
             return
+        if self.border % EVALUATED_ROUNDS == 0 and self.border > self.evaluated:
+            self.evaluated = self.border
+            self.busy_until = self.world.now + self.world.busy_seconds[self.index]
+        if self.world.now < self.busy_until:
+            self.phase, self.began, self.told = "busy", None, None
+            return
         if self.began is None or self.began[0] != place:
             opened = open_round(self.data, self.border + 1, history.members, rounds, ahead > 0)
             share = opened.shares[self.index]
@@ -213,6 +221,7 @@ class World:
         self.transfer_seconds = [0.0] * slices
         self.stalled = set()
         """Pairs of sender and receiver that nothing goes between."""
+        self.busy_seconds = [0] * slices
         self.work_seconds = [WORK_SECONDS] * slices
         self.posted = {}
         """Since when a message is under way, by the processes of both ends and its round."""
@@ -221,6 +230,12 @@ class World:
 
     def make_coordinator(self, journal):
         return Coordinator(self.run, RULES, journal, clock=lambda: self.now)
+
+    def stop_coordinator(self, seconds):
+        """It hears and decides nothing for so long."""
+        stopped, self.coordinators = self.coordinators, {}
+        self.pass_seconds(seconds)
+        self.coordinators = stopped
 
     def coordinator_of(self, index):
         return self.coordinators.get(self.side_of_slice[index])

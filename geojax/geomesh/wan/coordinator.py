@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from geojax.config import GrpcConfig
-from geojax.geomesh.wan.decide import Status, decide, is_alive
+from geojax.geomesh.wan.decide import LOOKING, Status, decide, is_alive
 from geojax.geomesh.wan.history import History
 from geojax.geomesh.wan.journal import Entry, Journal
 from geojax.geomesh.wan.ledger import Ledger
@@ -25,7 +25,15 @@ _TICK_SECONDS = 0.05
 _PAGE_BYTES = 1 << 20  # of entries in one reply
 _LONGEST_WAIT_SECONDS = 10.0
 _AT_THE_END = ("done", "gone")
-_TOLD = {f.name for f in fields(Status)} - {"seen", "since", "worked", "restarted", "arrived"}
+_TOLD = {f.name for f in fields(Status)} - {
+    "seen",
+    "since",
+    "worked",
+    "busied",
+    "looked",
+    "restarted",
+    "arrived",
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ class Coordinator:
         """Incarnations of processes in whose place another one is."""
         self._dead: set[int] = set()
         self._began = self._opened = self._awake = clock()
+        self._asleep = 0.0
         self._changed = threading.Condition()
         self._stopped = False
 
@@ -72,7 +81,7 @@ class Coordinator:
         with self._changed:
             self._wake()
             index = self._index(header)
-            now, before = self._clock(), self._statuses.get(index)
+            now, before = self._now(), self._statuses.get(index)
             if before and before.incarnation != header["incarnation"]:
                 if is_alive(before, now, self._rules):
                     return self._hold_off(before, header, now)
@@ -81,7 +90,7 @@ class Coordinator:
             told = {name: header[name] for name in _TOLD if name in header}
             received = {int(j): tuple(v) for j, v in header.get("received", {}).items()}
             told |= {"slice": index, "received": received}
-            status = Status(**told, seen=now, since=now)
+            status = Status(**told, seen=now, since=now, looked=now)
             known: dict[tuple[int, str], float] = {}
             if before:
                 same = before.incarnation == status.incarnation
@@ -90,6 +99,12 @@ class Coordinator:
                     known = before.arrived
                     if before.phase == status.phase:
                         status.since = before.since
+                if same:
+                    status.busied = before.busied
+                    if before.phase == "busy" != status.phase:
+                        status.busied = now - before.since
+                    if before.phase in LOOKING:
+                        status.looked = before.looked
             versions = [(j, version) for j, held in received.items() for version in held]
             status.arrived = {key: known.get(key, now) for key in versions}
             if status.phase == "working":
@@ -118,8 +133,8 @@ class Coordinator:
             )
         if before.seen - self._heirs[before.slice][1] > self._rules.lease_seconds / 2:
             raise ValueError(
-                f"slice {name} is at {before.address} already, and that process lives; this one, at "
-                f"{header['address']}, is a second one. Stop one of them"
+                f"slice {name} is at {before.address} already, and that process lives; this one, "
+                f"at {header['address']}, is a second one. Stop one of them"
             )
         return {"waits": True, "recorded": -1, "epoch": self.history.epoch}
 
@@ -172,7 +187,7 @@ class Coordinator:
     def finished(self) -> bool:
         """Whether every slice has reached the end of the run; one that says nothing for long is not
         waited for."""
-        now, patience = self._clock(), self._rules.join_seconds
+        now, patience = self._now(), self._rules.join_seconds
         for index in range(len(self._run.names)):
             status = self._statuses.get(index)
             if status and status.phase in _AT_THE_END:
@@ -184,7 +199,7 @@ class Coordinator:
     @property
     def left(self) -> bool:
         """Whether all slices have gone."""
-        now = self._clock()
+        now = self._now()
         return not any(is_alive(s, now, self._rules) for s in self._statuses.values())
 
     def stop(self) -> None:
@@ -193,14 +208,17 @@ class Coordinator:
             self._stopped = True
             self._changed.notify_all()
 
+    def _now(self) -> float:
+        """Seconds, but those while this process could not listen: they are held against nobody."""
+        return self._clock() - self._asleep
+
     def _wake(self) -> None:
-        """What slices said while this process could not listen is not held against them."""
-        now = self._clock()
-        if now - self._awake > self._rules.lease_seconds / 2:
+        before, self._awake = self._awake, self._clock()
+        if self._awake - before > self._rules.lease_seconds / 2:
+            self._asleep += self._awake - before
             for status in self._statuses.values():
-                status.seen = max(status.seen, now)
+                status.seen = self._now()
             self._heirs.clear()
-        self._awake = now
 
     def _index(self, header: Mapping[str, Any]) -> int:
         name, run = header.get("name"), self._run
@@ -222,7 +240,7 @@ class Coordinator:
     def _decide(self) -> None:
         while not self._stopped:
             entry = decide(
-                self._clock(),
+                self._now(),
                 self._began,
                 self._opened,
                 self.history,
@@ -237,7 +255,9 @@ class Coordinator:
             self.history.add(entry)
             if self._ledger:
                 self._ledger.follow(self.history)
-            self._opened = self._clock()
+            self._opened = self._now()
+            for status in self._statuses.values():
+                status.busied = 0.0
             self._narrate(entry, before)
             self._changed.notify_all()
 
@@ -258,7 +278,7 @@ class Coordinator:
 
     def _state(self, index: int) -> str:
         """What is known of a slice, in words."""
-        status, now = self._statuses.get(index), self._clock()
+        status, now = self._statuses.get(index), self._now()
         if status is None:
             return "never heard of"
         if not is_alive(status, now, self._rules):
@@ -266,7 +286,7 @@ class Coordinator:
         return f"{status.phase} at round {status.border + 1} for {now - status.since:.1f} s"
 
     def _mourn(self) -> None:
-        now = self._clock()
+        now = self._now()
         for index, status in self._statuses.items():
             alive = is_alive(status, now, self._rules)
             if not alive and index not in self._dead and status.phase != "done":

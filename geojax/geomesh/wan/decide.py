@@ -4,7 +4,8 @@
 A round is over when every member that is still awaited has every message, and more than `quorum`
 of all configured slices have reported. A dead member is awaited until its lease ends, a living one
 until it takes longer than slices take (median + k x MAD of past report times, as multiples of what
-the plan expected), and one that is busy, or starts with all the others, for `join_seconds`. A
+the plan expected), and one that is busy until it takes longer than the slowest one does, and one
+that starts with all the others for `join_seconds`. A
 message is awaited, from its sender's report on, until it takes longer than the slowest one of a
 round does (median + k x MAD over past rounds). A slice that was left out comes back when it says
 that it holds the state again.
@@ -30,7 +31,9 @@ _SEARCHED_ROUNDS = 256  # for these
 _MAD_OF_NORMAL = 1.4826  # standard deviations in one MAD
 _LEAST_MAD = 0.1  # of the median: times that never vary do not make a deadline of no length
 
-_LOOKING = ("starting", "syncing")
+_UNHEARD_LEASES = 2  # since the coordinator began; a slice that lives says something within one
+
+LOOKING = ("starting", "syncing")
 
 
 @dataclass
@@ -65,6 +68,10 @@ class Status:
     """When this phase began."""
     worked: float = 0.0
     """When its inner steps last began."""
+    busied: float = 0.0
+    """Seconds that it was busy since the round was opened, if it has ended that."""
+    looked: float = 0.0
+    """starting, syncing: since when it looks for a state."""
     restarted: bool = False
     """Whether another process was this slice while the coordinator ran."""
 
@@ -90,7 +97,7 @@ def decide(
     away = [s for s in alive.values() if s.phase != "done"]
     if not away:
         return None
-    back = _rollback(now, began, history, alive, slices, rules)
+    back = _rollback(now, history, alive, slices, rules)
     if back is not None:
         return back
     return _close(now, began, opened, history, statuses, alive, slices, rules)
@@ -150,20 +157,22 @@ def _start(alive: Mapping[int, Status], slices: int) -> Entry | None:
 
 def _rollback(
     now: float,
-    began: float,
     history: History,
     alive: Mapping[int, Status],
     slices: int,
     rules: GrpcConfig,
 ) -> Entry | None:
     """To the newest border whose state anybody holds, where the newest of all is lost."""
-    held = [s.border for s in alive.values() if history.holds(s.epoch, s.border)]
+    holders = [s for s in alive.values() if history.holds(s.epoch, s.border)]
+    held = [s.border for s in holders]
     if history.round in held or not enough(len(held), slices, rules):
         return None
-    if any(s.phase not in _LOOKING for s in alive.values()):
+    if any(s.phase not in LOOKING for s in alive.values()):
         return None  # it may have the messages that lead there
-    if len(alive) < slices and now - began <= rules.join_seconds:
-        return None
+    looking = sorted(s.looked for s in holders)
+    quorum = next(t for n, t in enumerate(looking, 1) if enough(n, slices, rules))
+    if len(alive) < slices and now - quorum <= rules.join_seconds:
+        return None  # one that is not here may hold a newer state
     return {"kind": "rollback", "round": max(held), "members": sorted(alive)}
 
 
@@ -191,21 +200,26 @@ def _close(
     ]
     limit = limit_seconds([*past, *(took.values() if of_many else ())], rules)
     delivery = patience_seconds("messages", history, rules)
+    busied = [alive[i].busied for i in members if i in alive and alive[i].busied]
+    business = rules.join_seconds
+    if enough(len(busied), slices, rules):
+        as_others = limit_seconds([max(busied)], rules)
+        business = max(patience_seconds("busy", history, rules), as_others)
 
     def awaited(i: int) -> bool:
         status = statuses.get(i)
         if status is None:  # not heard of since the coordinator began
-            return now - began <= rules.join_seconds
+            return now - began <= _UNHEARD_LEASES * rules.lease_seconds
         if i not in alive or status.phase == "done":
             return False
         if i in reported:
             under_way = [s for s in reported.values() if not _has(status, s)]
             return any(now - s.since <= delivery for s in under_way)
         if status.phase == "busy":
-            return now - status.since <= rules.join_seconds
+            return now - status.since <= business
         if status.restarted:
             return now - opened <= limit
-        if status.phase in _LOOKING:
+        if status.phase in LOOKING:
             return now - max(opened, status.since) <= rules.join_seconds
         return now - max(opened, status.since, status.worked) <= limit
 
@@ -222,8 +236,11 @@ def _close(
     merged = _available(agreeing, slices, rules)
     if not enough(len(merged), slices, rules):
         return None
-    longest = {"messages": _delivery_seconds(reported)} if on_time else {}
-    late = ["messages"] if set(agreeing) - set(merged) else []
+    late = {
+        "messages": bool(set(agreeing) - set(merged)),
+        "busy": any(i in alive and alive[i].phase == "busy" for i in members),
+    }
+    longest = {"messages": _delivery_seconds(reported), "busy": max(busied, default=None)}
     joining = [i for i, s in alive.items() if s.phase == "standby" and _at_border(s, history)]
     return {
         "kind": "round",
@@ -234,8 +251,12 @@ def _close(
         "digest": digest,
         "expected_seconds": expected,
         "seconds": {str(i): round(took[i], 3) for i in merged if on_time},
-        "longest": {k: round(s, 3) for k, s in longest.items() if s is not None},
-        "late": late,
+        "longest": {
+            kind: round(seconds, 3)
+            for kind, seconds in longest.items()
+            if seconds is not None and on_time and not late[kind]
+        },
+        "late": [kind for kind, is_late in late.items() if is_late],
         "facts": {str(i): reported[i].facts for i in merged},
     }
 
