@@ -290,7 +290,8 @@ class SliceTrainer:
         agreed.follow(history, number - 1)
         plan, members = agreed.plan, history.members_of(number)
         progress = agreed.tokens / self.config.train.total_tokens
-        result = self._synchronizer.merge(number, row, jax.tree.leaves(self._outer.params))
+        most = agreed.most(members)
+        result = self._synchronizer.merge(number, row, jax.tree.leaves(self._outer.params), most)
         if result.pseudo_gradients:
             self._outer_step.apply(self._outer, result.pseudo_gradients[0], progress)
         found = digest(self._outer).hex()

@@ -331,6 +331,15 @@ def test_the_newest_state_is_awaited_from_when_a_quorum_looks_for_it():
     assert merged(world)[-1] == [0, 1, 2, 3]
 
 
+def test_a_slice_that_sends_garbage_is_left_out_and_not_awaited():
+    world = World(4, rounds=1000)
+    world.garbled = {3}
+    world.pass_seconds(40)
+    assert len(merged(world)) > 6
+    assert all(m == [0, 1, 2] for m in merged(world))
+    assert not any(e["late"] for e in world.coordinators[0].history.rounds)
+
+
 def test_a_slow_first_exchange_is_awaited_and_so_is_one_of_a_coordinator_that_began_in_it():
     world = World(4, rounds=1000)
     world.transfer_seconds = [15.0] * 4

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from counting_replica import FAST, FINGERPRINT, CountingReplica, join, names
 
-from geojax.config import GrpcConfig
+from geojax.config import GrpcConfig, RunError
 from geojax.geomesh.wan.coordinator import Coordinator, Run, Served
 from geojax.geomesh.wan.journal import Journal
 from geojax.geomesh.wan.member import Stopped
@@ -194,19 +194,15 @@ def test_a_stuck_slice_is_left_out_by_a_deadline_and_comes_back(world, ahead):
 
 
 def test_a_slice_that_is_started_again_within_a_round_is_sent_the_messages_again(world):
-    run, place = world(3, 1), {"epoch": 0, "border": 0, "digest": ""}
+    run = world(3, 1)
     with ExitStack() as stack:
 
         def member(index):
-            joined = join(index, 3, run.address, threading.Event())
-            joined.tell(phase="standby", **place)
-            return stack.enter_context(joined)
+            return stack.enter_context(standing(run, index))
 
         members = [member(i) for i in range(3)]
         for i in (0, 1):
-            members[i].wait(lambda history: history.start is not None)
-            replica = CountingReplica(i, 1, 0.0, threading.Event())
-            members[i].send(0, 1, replica.message()[0])
+            send(members[i])
 
         def has_all():
             deadline = time.monotonic() + 10
@@ -218,6 +214,36 @@ def test_a_slice_that_is_started_again_within_a_round_is_sent_the_messages_again
         members[2].close()
         members[2] = member(2)
         has_all()
+
+
+def standing(run, index):
+    """A slice's side, before the first round."""
+    member = join(index, run.slices, run.address, threading.Event())
+    member.tell(phase="standby", epoch=0, border=0, digest="")
+    return member
+
+
+def send(member):
+    """Its message of the first round."""
+    member.wait(lambda history: history.start is not None)
+    replica = CountingReplica(member.index, 1, 0.0, threading.Event())
+    member.send(0, 1, replica.message()[0])
+
+
+def test_a_message_that_a_slice_refuses_is_not_sent_to_it_again(world):
+    run, came = world(2, 1), []
+    with standing(run, 0) as sender, standing(run, 1) as receiver:
+
+        def check(number, index, message):
+            came.append(index)
+            raise RunError("it is none")
+
+        receiver._check = check
+        send(sender)
+        while run.coordinator._statuses[1].refused != (0,):
+            time.sleep(0.01)
+        time.sleep(1)
+    assert came == [0]
 
 
 def test_garbage_and_other_configs_are_refused_and_the_run_goes_on(world):

@@ -13,7 +13,7 @@ import pytest
 from geojax.config import ConfigError, ExchangeConfig, GrpcConfig
 from geojax.geomesh.layout import make_layout
 from geojax.geomesh.message import FRAME_BYTES, Header, MessageError, pack
-from geojax.geomesh.sync import Contribution, Synchronizer
+from geojax.geomesh.sync import Contribution, Most, Synchronizer
 from geojax.geomesh.wan.rpc import CHUNK_BYTES, CallError, Client, Server, chunks
 
 QUICK = {"call_seconds": 5.0, "lease_seconds": 10.0}
@@ -140,6 +140,26 @@ def test_with_tls_both_sides_must_show_a_certificate_of_the_authority(tmp_path):
     for client in (good, stranger, plain):
         client.close()
     server.stop()
+
+
+@pytest.mark.parametrize("merge", ["tokens", "fednova"])
+def test_a_message_that_says_more_than_its_samples_hold_has_no_weight(merge):
+    params = {"embed": np.zeros((6, 8), np.float32)}
+    layout = make_layout(params, ExchangeConfig(codec="fp32", error_feedback=False))
+    synchronizer = Synchronizer(layout, None, ["a", "b"], "gather", merge)
+    like, most = [params["embed"]], [Most(100, 25)] * 2
+
+    def result(tokens, steps):
+        said = ((100, 4, 1.0), (tokens, steps, 3.0))
+        row = [
+            synchronizer.pack(1, Contribution(i, [np.full((6, 8), x, np.float32)], t, s, None))
+            for i, (t, s, x) in enumerate(said)
+        ]
+        return synchronizer.merge(1, row, like, most).pseudo_gradients[0][0].mean()
+
+    assert result(100, 4) == 2.0
+    assert 1.0 < result(50, 4) < 2.0
+    assert result(101, 5) == result(100, 1) == result(2**63, 2**63) == 1.0
 
 
 @pytest.mark.parametrize("codec", ["sign", "int8", "fp16", "fp32"])

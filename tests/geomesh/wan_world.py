@@ -62,6 +62,8 @@ class Slice:
         self.next, self.done = (), 0.0
         """Samples of the round after the open one, and seconds of its work that are done."""
         self.told = None
+        self.refuses = set()
+        """Messages that came damaged, by round and sender."""
         self.evaluated, self.busy_until = 0, 0.0
         self.refused = self.waits = False
 
@@ -94,6 +96,7 @@ class Slice:
                     **(self.told or self.status()),
                     "sent": self.incarnation,
                     "received": {str(i): sorted(held) for i, held in self.box().items()},
+                    "refused": [i for key, i in self.refuses if key == self.open_round],
                     "facts": {},
                     "address": "",
                 }
@@ -207,6 +210,9 @@ class Slice:
                 self.post_to(receiver)
 
     def post_to(self, receiver):
+        if self.index in self.world.garbled and receiver is not self:
+            receiver.refuses.add((self.open_round, self.index))
+            return
         box = receiver.mail.setdefault(self.open_round, {})
         box.setdefault(self.index, {})[self.incarnation] = self.began[2]
 
@@ -221,6 +227,8 @@ class World:
         self.transfer_seconds = [0.0] * slices
         self.stalled = set()
         """Pairs of sender and receiver that nothing goes between."""
+        self.garbled = set()
+        """Slices whose messages are none."""
         self.busy_seconds = [0] * slices
         self.work_seconds = [WORK_SECONDS] * slices
         self.posted = {}

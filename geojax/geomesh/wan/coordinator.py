@@ -89,7 +89,8 @@ class Coordinator:
                 self._heirs.pop(index, None)
             told = {name: header[name] for name in _TOLD if name in header}
             received = {int(j): tuple(v) for j, v in header.get("received", {}).items()}
-            told |= {"slice": index, "received": received}
+            refused = tuple(header.get("refused", ()))
+            told |= {"slice": index, "received": received, "refused": refused}
             status = Status(**told, seen=now, since=now, looked=now)
             known: dict[tuple[int, str], float] = {}
             if before:

@@ -56,6 +56,8 @@ class Status:
     """waiting: the version of its message."""
     received: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Versions of messages of the next round that it has, by slice, itself among them."""
+    refused: tuple[int, ...] = ()
+    """Slices whose message of the next round it got and could not take: nothing better comes."""
     arrived: dict[tuple[int, str], float] = field(default_factory=dict)
     """When it first said so, by slice and version."""
     facts: dict[str, Any] = field(default_factory=dict)
@@ -213,7 +215,8 @@ def _close(
         if i not in alive or status.phase == "done":
             return False
         if i in reported:
-            under_way = [s for s in reported.values() if not _has(status, s)]
+            missing = [s for s in reported.values() if not _has(status, s)]
+            under_way = [s for s in missing if s.slice not in status.refused]
             return any(now - s.since <= delivery for s in under_way)
         if status.phase == "busy":
             return now - status.since <= business
@@ -236,8 +239,9 @@ def _close(
     merged = _available(agreeing, slices, rules)
     if not enough(len(merged), slices, rules):
         return None
+    refused = {j for s in reported.values() for j in s.refused}
     late = {
-        "messages": bool(set(agreeing) - set(merged)),
+        "messages": bool(set(agreeing) - set(merged) - refused),
         "busy": any(i in alive and alive[i].phase == "busy" for i in members),
     }
     longest = {"messages": _delivery_seconds(reported), "busy": max(busied, default=None)}

@@ -32,6 +32,7 @@ class Mail:
 
     def __init__(self):
         self._boxes: dict[tuple[int, int], dict[tuple[int, str], Message]] = {}
+        self._refused: dict[tuple[int, int], set[int]] = {}
         self._underway: UnderWay | None = None
         """Or the last one."""
 
@@ -50,10 +51,19 @@ class Mail:
             found.setdefault(str(index), []).append(held)
         return found
 
+    def refuse(self, epoch: int, number: int, index: int) -> None:
+        """What came as slice `index`'s message of that round is none."""
+        self._refused.setdefault((epoch, number), set()).add(index)
+
+    def refused(self, epoch: int, number: int) -> list[int]:
+        """Slices of which that is so."""
+        return sorted(self._refused.get((epoch, number), ()))
+
     def prune(self, epoch: int, number: int) -> None:
         """Forget rounds before that one."""
-        for key in [k for k in self._boxes if k < (epoch, number)]:
-            del self._boxes[key]
+        for rounds in (self._boxes, self._refused):
+            for key in [k for k in rounds if k < (epoch, number)]:
+                del rounds[key]
 
     def sent(self, epoch: int, number: int) -> None:
         """This slice's own message is under way."""

@@ -247,6 +247,10 @@ class Member:
             try:
                 self._peers.push(other, header, message, over)
             except CallError as error:
+                if error.refused:  # as it will be the next time
+                    self.say(f"slice {self._names[other]} does not take the message: {error}")
+                    reached = process
+                    continue
                 if not said and not over():
                     self.say(f"cannot send to slice {self._names[other]} at {error}; trying again")
                     said = True
@@ -264,6 +268,9 @@ class Member:
             self._check(header["round"], sender, message)
         except RunError as error:
             self.say(f"refused a message: {error}")
+            with self._changed:
+                self._mail.refuse(*key, sender)
+            self._link.hurry()
             raise
         with self._changed:
             history = self.history
@@ -302,7 +309,8 @@ class Member:
             # What is here is looked up when it is said: messages come at any moment.
             epoch, border = self._status["epoch"], self._status["border"]
             received = self._mail.versions(epoch, border + 1)
-            told = {"received": received, "records": list(self._records)}
+            refused = self._mail.refused(epoch, border + 1)
+            told = {"received": received, "refused": refused, "records": list(self._records)}
             return self._status | self._identity | told
 
     def _where(self) -> Header:
