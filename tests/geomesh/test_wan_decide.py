@@ -272,7 +272,7 @@ def test_a_slice_that_dies_with_the_coordinator_is_not_awaited_for_long():
     went_on = len(merged(world))
     world.slices[0].alive = False
     world.restart_coordinator()
-    world.pass_seconds(3 * int(RULES.lease_seconds))
+    world.pass_seconds(18)
     assert merged(world)[went_on:][:1] == [[1, 2, 3]]
 
 

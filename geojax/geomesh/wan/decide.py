@@ -31,7 +31,9 @@ _SEARCHED_ROUNDS = 256  # for these
 _MAD_OF_NORMAL = 1.4826  # standard deviations in one MAD
 _LEAST_MAD = 0.1  # of the median: times that never vary do not make a deadline of no length
 
-_UNHEARD_LEASES = 2  # since the coordinator began; a slice that lives says something within one
+# Since the coordinator began: a slice that lives says something within a lease, once it is
+# connected again, which it tries every few seconds.
+_UNHEARD_LEASES, _UNHEARD_SECONDS = 2, 10.0
 
 LOOKING = ("starting", "syncing")
 
@@ -211,7 +213,7 @@ def _close(
     def awaited(i: int) -> bool:
         status = statuses.get(i)
         if status is None:  # not heard of since the coordinator began
-            return now - began <= _UNHEARD_LEASES * rules.lease_seconds
+            return now - began <= _UNHEARD_LEASES * rules.lease_seconds + _UNHEARD_SECONDS
         if i not in alive or status.phase == "done":
             return False
         if i in reported:
