@@ -345,9 +345,9 @@ def main(args: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has enough, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:
+    except OSError as error:  # of the machine, such as a full disk: a new start may do
         print(f"geojax: error: {error}", file=sys.stderr)
-        return 2
+        return 1
     except KeyboardInterrupt:
         return 130
 

@@ -15,6 +15,7 @@ from geojax.geomesh.balance import Plan
 from geojax.geomesh.clock import modelled_profiles
 from geojax.geomesh.speeds import Speeds
 from geojax.geomesh.steering import Decision, Planner, first_plan, read_profiles, record
+from geojax.geomesh.sync import Most
 from geojax.geomesh.wan.history import History
 from geojax.geomesh.wan.samples import Border, Opened, count
 
@@ -66,6 +67,16 @@ class Agreed:
         """Samples of the next round, which these slices are in."""
         wanted = {i: self.plan.work[i].sequences for i in members}
         return self.data.open(wanted, self._config.exchange.overlap > 0, self._enough)
+
+    def most(self, members: Sequence[int]) -> list[Most]:
+        """What each slice's message of the next round may say of itself at most."""
+        shares = self.open(members).shares
+        length = self._config.data.seq_len + 1  # a loss may bear on all of a sample's tokens
+        samples = [sum(map(len, shares.get(i, ()))) for i in range(len(self.plan.work))]
+        return [
+            Most(count * length, min(count, work.batch) * length)
+            for count, work in zip(samples, self.plan.work, strict=True)
+        ]
 
     def spans(self, opened: Opened) -> tuple[tuple[float, float], tuple[float, float]]:
         """Shares of all tokens seen before and after that round, and the one after it, if all of

@@ -45,6 +45,12 @@ def pack(header: Header, body: UInt8[np.ndarray, " n"]) -> UInt8[np.ndarray, " m
     return frame
 
 
+def version(frame: UInt8[np.ndarray, " m"]) -> str:
+    """Its checksum, which tells two messages of one slice and round apart: a slice that was started
+    again within a round sends another one."""
+    return frame[_FORMAT.size : FRAME_BYTES].tobytes().hex()
+
+
 def unpack(
     frame: UInt8[np.ndarray, " m"], round_: int, slice_: int, name: str
 ) -> tuple[Header, UInt8[np.ndarray, " n"]]:

@@ -32,6 +32,7 @@ from geojax.geomesh.agreed import Agreed
 from geojax.geomesh.balance import Plan
 from geojax.geomesh.clock import modelled_exchange_seconds, traffic
 from geojax.geomesh.layout import make_layout
+from geojax.geomesh.message import version
 from geojax.geomesh.options import Preparer, choices, work_strategy
 from geojax.geomesh.outer import OuterStep, digest
 from geojax.geomesh.parts import (
@@ -244,7 +245,7 @@ class SliceTrainer:
             contribution = worker.contribution()
             contribution.feedback = self._feedback.for_message()
             message = self._synchronizer.pack(self.border + 1, contribution)
-        self._open.contribution = contribution
+        self._open.contribution, self._open.version = contribution, version(message)
         p = worker.ended
         facts = {
             "steps": p.steps,
@@ -264,7 +265,7 @@ class SliceTrainer:
         self._go_ahead(work.ahead, self._ahead_span)
         return True
 
-    def settle(self, number: int, merged: bool, history: History) -> None:
+    def settle(self, number: int, merged: str, history: History) -> None:
         feedback = self._feedback
         if number <= feedback.settled:
             return
@@ -275,11 +276,11 @@ class SliceTrainer:
             self._make_worker()
             if self.worker.finished or self._open.sent_round == number:
                 self.message()
-        if merged and self._open.contribution:
+        if merged and self._open.contribution and merged == self._open.version:
             feedback.merged(number, self._open.contribution.feedback)
-        elif merged:
-            self._forget_feedback(history)
-        if not merged:
+        else:
+            if merged:
+                self._forget_feedback(history)
             self._open.drop(self._worker)
         if self._worker:
             self._worker.feedback = feedback.value
@@ -289,7 +290,8 @@ class SliceTrainer:
         agreed.follow(history, number - 1)
         plan, members = agreed.plan, history.members_of(number)
         progress = agreed.tokens / self.config.train.total_tokens
-        result = self._synchronizer.merge(number, row, jax.tree.leaves(self._outer.params))
+        most = agreed.most(members)
+        result = self._synchronizer.merge(number, row, jax.tree.leaves(self._outer.params), most)
         if result.pseudo_gradients:
             self._outer_step.apply(self._outer, result.pseudo_gradients[0], progress)
         found = digest(self._outer).hex()

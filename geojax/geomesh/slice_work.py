@@ -20,6 +20,8 @@ class OpenWork:
     def __init__(self):
         self.contribution: Contribution | None = None
         """Of the round whose message is under way."""
+        self.version = ""
+        """Of that message."""
         self.share: Share = ()
         self.ahead: Share = ()
         """Of the round after it."""

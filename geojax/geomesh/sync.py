@@ -68,6 +68,14 @@ class Contribution:
     """Set by the exchange."""
 
 
+class Most(NamedTuple):
+    """Loss-bearing tokens that a slice's samples of a round can hold."""
+
+    tokens: int
+    step_tokens: int
+    """Those of one inner step."""
+
+
 class Merged(NamedTuple):
     """What an exchange yields."""
 
@@ -152,10 +160,22 @@ class Synchronizer:
                 f"of {self._layout.num_bytes}, or numbers that are not finite"
             )
 
-    def merge(self, round_: int, row: Sequence[Message | None], like: Leaves) -> Merged:
+    def merge(
+        self,
+        round_: int,
+        row: Sequence[Message | None],
+        like: Leaves,
+        most: Sequence[Most] | None = None,
+    ) -> Merged:
         """One slice's part of a gather: all messages, None of a slice that is left out. `like` has
-        the shapes of the result."""
+        the shapes of the result. A message that says more than `most` of its slice is left out, for
+        its weight would be what it says."""
         headers, bodies = self._open(round_, row)
+        if most:
+            headers = [
+                h if h.tokens <= min(m.tokens, h.steps * m.step_tokens) else h._replace(tokens=0)
+                for h, m in zip(headers, most, strict=True)
+            ]
         out = _empty_like(like)
         merged = self._merge_into(out, headers, bodies, self._layout)
         agreement = self._agreement(headers, bodies, self._layout)

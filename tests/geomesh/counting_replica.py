@@ -7,6 +7,7 @@ LOG, or the coordinator's, counting_replica.py SLICES PORT FOLDER.
 
 import hashlib
 import json
+import secrets
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from geojax.config import GrpcConfig
-from geojax.geomesh.message import FRAME_BYTES, Header, pack, unpack
+from geojax.geomesh.message import FRAME_BYTES, Header, pack, unpack, version
 from geojax.geomesh.wan.coordinator import Coordinator, Run, Served
 from geojax.geomesh.wan.history import History
 from geojax.geomesh.wan.journal import Journal
@@ -66,16 +67,26 @@ def check_frame(names):
 
 class CountingReplica:
     """Merges messages that list samples; the inner steps are sleep. `ahead`: the share of a round's
-    that it does while its last message is under way."""
+    that it does while its last message is under way. `stamp`, of its process, is in all messages,
+    and the state tells which stamps were merged."""
 
     def __init__(
-        self, index: int, rounds: int, seconds: float, stop: threading.Event, ahead: float = 0.0
+        self,
+        index: int,
+        rounds: int,
+        seconds: float,
+        stop: threading.Event,
+        ahead: float = 0.0,
+        stamp: int | None = None,
     ):
+        self.stamp = secrets.randbits(32) if stamp is None else stamp
+        self.stamps = np.zeros(1, np.uint64)
         self.index, self.rounds, self.seconds, self.stop = index, rounds, seconds, stop
         self.ahead = ahead
         self.epoch = self.border = 0
         self.counts = np.zeros(MOST, np.uint8)
-        self.state_bytes = self.counts.nbytes
+        self.state_bytes = self.counts.nbytes + self.stamps.nbytes
+        self.version = ""
         self.data = Border()
         self.feedback = 0
         """Rounds whose message changed what is fed back."""
@@ -87,10 +98,10 @@ class CountingReplica:
         self.before_message = lambda number: None
 
     def digest(self) -> str:
-        return hashlib.sha256(self.counts.data).hexdigest()
+        return hashlib.sha256(self.counts.tobytes() + self.stamps.tobytes()).hexdigest()
 
     def arrays(self):
-        return [self.counts]
+        return [self.counts, self.stamps]
 
     def facts(self, member):
         return {"speed": 1 + self.index}
@@ -122,28 +133,34 @@ class CountingReplica:
 
     def message(self):
         body = np.zeros((PARTS, 2), np.int64)
-        for row, part in zip(body, self.share, strict=False):
+        for row, part in zip(body[:-1], self.share, strict=False):
             row[:] = part.start, part.stop
+        body[-1] = self.stamp
         self.before_message(self.border + 1)
         tokens = sum(map(len, self.share))
         frame = pack(Header(self.border + 1, self.index, tokens, 1), body.view(np.uint8).ravel())
+        self.version = version(frame)
         return frame, {"expected_seconds": 1.0}
 
     def settle(self, number, merged, history):
-        if merged and self.feedback_round < number:
+        if merged and merged == self.version and self.feedback_round < number:
             self.feedback, self.feedback_round = self.feedback + 1, number
 
     def apply(self, number, row, history):
-        counts = self.counts.copy()
+        counts, stamps = self.counts.copy(), self.stamps
         for index, message in enumerate(row):
             if message is not None:
                 _, body = unpack(message, number, index, f"s{index}")
-                for start, stop in body.copy().view(np.int64).reshape(PARTS, 2):
+                *parts, (stamp, _) = body.copy().view(np.int64).reshape(PARTS, 2).tolist()
+                for start, stop in parts:
                     counts[start:stop] += 1
-        self.counts = counts
+                stamps = np.array(
+                    [hash((*stamps.tolist(), number, index, stamp)) % 2**63], np.uint64
+                )
+        self.counts, self.stamps = counts, stamps
 
     def adopt(self, data, border, history):
-        self.counts = data.copy()
+        self.counts, self.stamps = data[:MOST].copy(), data[MOST:].copy().view(np.uint64)
         self.adopted += 1
         if history.last_merged(self.index) > self.feedback_round:
             self.feedback = 0

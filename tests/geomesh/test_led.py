@@ -55,7 +55,9 @@ class World:
             for number, relay in enumerate(cluster.relays):
                 key = index, number
                 self.stops[key] = cluster.stops[number]
-                replica = CountingReplica(index, rounds, 0.02, threading.Event(), ahead=0.5)
+                replica = CountingReplica(
+                    index, rounds, 0.02, threading.Event(), ahead=0.5, stamp=index
+                )
                 change(key, replica)
                 self.replicas[key] = replica
                 self._thread(key, self._take_part, index, relay, cluster.stops[number], replica)

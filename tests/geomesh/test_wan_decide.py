@@ -2,14 +2,18 @@
 """Who is in a round, whatever fails: decisions, cut networks, and samples merged exactly once."""
 
 import json
+import subprocess
+import sys
 from itertools import combinations
 
 import pytest
+from counting_replica import FINGERPRINT, names
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from wan_world import RULES, MemoryJournal, World
 
 from geojax.config import ConfigError, GrpcConfig, RunError
+from geojax.geomesh.wan.coordinator import Coordinator, Run
 from geojax.geomesh.wan.decide import limit_seconds
 from geojax.geomesh.wan.history import History
 from geojax.geomesh.wan.journal import Journal
@@ -169,6 +173,183 @@ def test_a_slice_is_late_by_the_times_of_the_others():
     assert limit_seconds([t / 100 for t in spread], RULES) < 5
 
 
+def slow_link(seconds=8, rounds=1000):
+    """Of the last of four slices: longer than any deadline for inner steps."""
+    world = World(4, rounds=rounds)
+    world.transfer_seconds[3] = seconds
+    world.pass_seconds(60)
+    return world
+
+
+def test_a_slice_whose_messages_take_long_is_not_late_by_that():
+    world = slow_link()
+    assert len(merged(world)) > 3
+    assert merged(world) == [[0, 1, 2, 3]] * len(merged(world))
+
+
+def test_a_message_that_never_comes_is_awaited_no_longer_than_slow_ones_take():
+    world = slow_link()
+    world.transfer_seconds[3] = 10**9
+    went_on = len(merged(world))
+    world.pass_seconds(30)
+    assert [0, 1, 2] in merged(world)[went_on:]
+    world.pass_seconds(200)
+    assert len(merged(world)) - went_on > 8  # slice 3 is awaited again in every second round
+
+
+@pytest.mark.parametrize("slow", [(3,), (0, 1, 2, 3)])
+def test_links_that_become_slower_leave_nobody_out_for_ever(slow):
+    """Those of one slice, or all: then a round ends as soon as a quorum holds enough."""
+    world = slow_link()
+    for index in slow:
+        world.transfer_seconds[index] = 24.0 + index
+    world.pass_seconds(300)
+    assert merged(world)[-5:] == [[0, 1, 2, 3]] * 5
+
+
+def test_of_two_messages_of_one_slice_one_is_merged_by_all():
+    """Others hold that of the process before, and the new one's does not reach most of them."""
+    world = World(4, rounds=12)
+    world.work_seconds[:3] = [8] * 3
+    world.pass_seconds(30)
+    for phase in ("working", "waiting"):
+        while world.slices[3].phase != phase:
+            world.pass_seconds(1)
+    number = len(merged(world))
+    world.slices[3].restart()
+    world.stalled = {(3, 1), (3, 2)}
+    while world.slices[3].phase != "waiting":
+        world.pass_seconds(1)
+    assert len(merged(world)) == number
+    world.pass_seconds(50)
+    assert merged(world)[number] == [0, 1, 2]
+    assert len({s.merged for s in world.slices}) == 1
+    world.stalled = set()
+    world.pass_seconds(150)
+    assert_each_sample_once(world)
+
+
+def test_a_slice_that_is_started_twice_is_refused_and_one_that_is_started_again_is_not():
+    now, said = [0.0], []
+    run = Run(names(2), FINGERPRINT)
+    coordinator = Coordinator(run, RULES, MemoryJournal(), say=said.append, clock=lambda: now[0])
+
+    def tell(incarnation, phase="working"):
+        now[0] += 0.5
+        return coordinator.tell(
+            {
+                "name": "s0",
+                "fingerprint": FINGERPRINT,
+                "incarnation": incarnation,
+                "address": f"host-{incarnation}:1",
+                "phase": phase,
+            }
+        )
+
+    def is_slice(incarnation):
+        return "waits" not in tell(incarnation)
+
+    for _ in range(3):
+        assert is_slice("a")
+        assert not is_slice("b")
+    assert is_slice("a")
+    with pytest.raises(ValueError, match=r"host-a:1 already.* at host-b:1, is a second"):
+        tell("b")
+    assert is_slice("a")
+    killed = now[0]
+    while not is_slice("c"):
+        pass
+    assert now[0] - killed <= RULES.lease_seconds + 1
+    with pytest.raises(ValueError, match=r"taken the place .* host-c:1"):
+        tell("a")
+    tell("c", "stopping")
+    assert is_slice("d")
+
+
+def test_a_slice_that_dies_with_the_coordinator_is_not_awaited_for_long():
+    world = World(4, rounds=1000)
+    world.pass_seconds(20)
+    went_on = len(merged(world))
+    world.slices[0].alive = False
+    world.restart_coordinator()
+    world.pass_seconds(18)
+    assert merged(world)[went_on:][:1] == [[1, 2, 3]]
+
+
+def test_what_passes_while_the_coordinator_is_stopped_is_held_against_nobody():
+    world = World(4, rounds=1000)
+    for _ in range(4):
+        world.pass_seconds(7)
+        world.stop_coordinator(30)
+    world.pass_seconds(10)
+    assert merged(world) == [[0, 1, 2, 3]] * len(merged(world))
+
+
+def test_a_slice_that_is_stuck_where_others_evaluate_is_not_awaited_for_long():
+    world = World(4, rounds=1000)
+    world.busy_seconds = [1, 1, 2, 4]
+    world.pass_seconds(100)
+    assert merged(world) == [[0, 1, 2, 3]] * len(merged(world))
+    world.busy_seconds[1] = 10**9
+    while world.slices[1].busy_until < 10**9:
+        world.pass_seconds(1)
+    went_on = len(merged(world))
+    world.pass_seconds(14)
+    assert merged(world)[went_on:][:1] == [[0, 2, 3]]
+
+
+def test_where_all_are_stuck_nothing_is_written():
+    world = World(3, rounds=1000)
+    world.pass_seconds(20)
+    for s in world.slices:
+        s.stuck = True
+    before = len(world.coordinators[0]._journal.entries)
+    world.pass_seconds(60)
+    assert len(world.coordinators[0]._journal.entries) <= before + 1
+    for s in world.slices:
+        s.stuck = False
+    world.pass_seconds(20)
+    assert len(world.coordinators[0]._journal.entries) > before + 3
+
+
+def test_the_newest_state_is_awaited_from_when_a_quorum_looks_for_it():
+    world = World(4, rounds=1000)
+    world.pass_seconds(60)
+    for s in world.slices:
+        s.alive = False
+    newest = world.slices[3]
+    newest.saved = newest.epoch, newest.border, newest.counts.copy(), newest.merged
+    assert newest.border == len(merged(world))
+    world.pass_seconds(10)
+    for s in world.slices[:3]:
+        s.restart()
+    world.pass_seconds(15)
+    newest.restart()
+    world.pass_seconds(20)
+    kinds = {e["kind"] for e in world.coordinators[0]._journal.entries}
+    assert kinds == {"start", "round"}
+    assert merged(world)[-1] == [0, 1, 2, 3]
+
+
+def test_a_slice_that_sends_garbage_is_left_out_and_not_awaited():
+    world = World(4, rounds=1000)
+    world.garbled = {3}
+    world.pass_seconds(40)
+    assert len(merged(world)) > 6
+    assert all(m == [0, 1, 2] for m in merged(world))
+    assert not any(e["late"] for e in world.coordinators[0].history.rounds)
+
+
+def test_a_slow_first_exchange_is_awaited_and_so_is_one_of_a_coordinator_that_began_in_it():
+    world = World(4, rounds=1000)
+    world.transfer_seconds = [15.0] * 4
+    world.pass_seconds(10)
+    world.restart_coordinator()
+    world.pass_seconds(60)
+    assert merged(world) == [[0, 1, 2, 3]] * len(merged(world))
+    assert len(merged(world)) >= 3
+
+
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_samples_are_merged_held_or_returned(data):
@@ -219,6 +400,30 @@ def test_a_journal_survives_a_torn_line_and_tells_a_damaged_one(tmp_path):
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(ConfigError, match="jsonl:2 is damaged"):
         Journal(path)
+
+
+def test_a_journal_is_as_it_was_where_the_disk_is_full_for_a_moment(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    program = f"""
+import resource, signal
+from pathlib import Path
+from geojax.geomesh.wan.journal import Journal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = Path({str(path)!r})
+journal = Journal(path)
+journal.append({{"number": 0}})
+full, most = path.stat().st_size + 40, resource.RLIM_INFINITY
+for limit, number in ((full, 1), (full, 2), (most, 3)):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+    try:
+        journal.append({{"number": number, "pad": 100 * "x"}})
+    except OSError:
+        assert number < 3
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    journal = Journal(path)
+    assert [entry["number"] for entry in journal.entries] == [0, 3]
+    journal.close()
 
 
 def test_states_of_undone_rounds_are_of_no_history():

@@ -119,7 +119,9 @@ def test_kills_and_stops_of_the_first_slice_and_the_coordinator(tmp_path):
 @pytest.mark.parametrize("victim", ["0", "2", "coordinator"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_twenty_random_moments(tmp_path, victim, how):
-    rng = random.Random()
+    seed = random.randrange(2**32)
+    print("seed", seed)  # shown where it fails
+    rng = random.Random(seed)
     with fleet_of(tmp_path, rounds=300) as fleet:
         for _ in range(20):
             goal = fleet.round + rng.randint(1, 8)

@@ -2,13 +2,14 @@
 """Slices without a model, over real gRPC: rounds go on whatever fails, and no sample is lost."""
 
 import threading
+import time
 from contextlib import ExitStack
 
 import numpy as np
 import pytest
 from counting_replica import FAST, FINGERPRINT, CountingReplica, join, names
 
-from geojax.config import GrpcConfig
+from geojax.config import GrpcConfig, RunError
 from geojax.geomesh.wan.coordinator import Coordinator, Run, Served
 from geojax.geomesh.wan.journal import Journal
 from geojax.geomesh.wan.member import Stopped
@@ -192,6 +193,59 @@ def test_a_stuck_slice_is_left_out_by_a_deadline_and_comes_back(world, ahead):
     assert replica.feedback == sum(1 in e["merged"] for e in history.rounds)
 
 
+def test_a_slice_that_is_started_again_within_a_round_is_sent_the_messages_again(world):
+    run = world(3, 1)
+    with ExitStack() as stack:
+
+        def member(index):
+            return stack.enter_context(standing(run, index))
+
+        members = [member(i) for i in range(3)]
+        for i in (0, 1):
+            send(members[i])
+
+        def has_all():
+            deadline = time.monotonic() + 10
+            while set(members[2]._mail.versions(0, 1)) != {"0", "1"}:
+                assert time.monotonic() < deadline, run.said
+                time.sleep(0.01)
+
+        has_all()
+        members[2].close()
+        members[2] = member(2)
+        has_all()
+
+
+def standing(run, index):
+    """A slice's side, before the first round."""
+    member = join(index, run.slices, run.address, threading.Event())
+    member.tell(phase="standby", epoch=0, border=0, digest="")
+    return member
+
+
+def send(member):
+    """Its message of the first round."""
+    member.wait(lambda history: history.start is not None)
+    replica = CountingReplica(member.index, 1, 0.0, threading.Event())
+    member.send(0, 1, replica.message()[0])
+
+
+def test_a_message_that_a_slice_refuses_is_not_sent_to_it_again(world):
+    run, came = world(2, 1), []
+    with standing(run, 0) as sender, standing(run, 1) as receiver:
+
+        def check(number, index, message):
+            came.append(index)
+            raise RunError("it is none")
+
+        receiver._check = check
+        send(sender)
+        while run.coordinator._statuses[1].refused != (0,):
+            time.sleep(0.01)
+        time.sleep(1)
+    assert came == [0]
+
+
 def test_garbage_and_other_configs_are_refused_and_the_run_goes_on(world):
     run = world(3, 10)
     for i in range(3):
@@ -201,7 +255,7 @@ def test_garbage_and_other_configs_are_refused_and_the_run_goes_on(world):
 
     client = Client(GrpcConfig(**FAST))
     follow = {"name": "s0", "fingerprint": FINGERPRINT, "after": 0, "chain": ""}
-    peer = client.call(run.address, "follow", follow)["addresses"]["0"]
+    peer = client.call(run.address, "follow", follow)["peers"]["0"][0]
     header = {"epoch": 0, "round": 9, "slice": 1}
     with pytest.raises(CallError, match=r"is not one|damaged|cut"):
         client.push(peer, "message", header, np.arange(200, dtype=np.uint8))

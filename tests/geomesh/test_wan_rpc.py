@@ -4,6 +4,7 @@
 import shutil
 import socket
 import subprocess
+import threading
 import time
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from geojax.config import ConfigError, ExchangeConfig, GrpcConfig
 from geojax.geomesh.layout import make_layout
 from geojax.geomesh.message import FRAME_BYTES, Header, MessageError, pack
-from geojax.geomesh.sync import Contribution, Synchronizer
+from geojax.geomesh.sync import Contribution, Most, Synchronizer
 from geojax.geomesh.wan.rpc import CHUNK_BYTES, CallError, Client, Server, chunks
 
 QUICK = {"call_seconds": 5.0, "lease_seconds": 10.0}
@@ -80,6 +81,18 @@ def test_every_call_ends_at_its_deadline(server):
     impatient.close()
 
 
+def test_a_push_that_is_not_needed_any_more_leaves_the_link(client):
+    """The other side reads nothing; without `over` the push would take its whole deadline."""
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        port = deaf.getsockname()[1]
+        over = threading.Event()
+        threading.Timer(0.3, over.set).start()
+        started = time.monotonic()
+        with pytest.raises(CallError, match="not needed any more"):
+            client.push(f"127.0.0.1:{port}", "keep", {}, np.zeros(CHUNK_BYTES), over.is_set)
+        assert time.monotonic() - started < 2.5
+
+
 def test_an_address_that_cannot_be_listened_on_is_named_with_the_reason():
     with pytest.raises(ConfigError, match=r"203\.0\.113\.7 .*no address of this machine"):
         Server(GrpcConfig(bind="203.0.113.7"), 0, 1)
@@ -127,6 +140,26 @@ def test_with_tls_both_sides_must_show_a_certificate_of_the_authority(tmp_path):
     for client in (good, stranger, plain):
         client.close()
     server.stop()
+
+
+@pytest.mark.parametrize("merge", ["tokens", "fednova"])
+def test_a_message_that_says_more_than_its_samples_hold_has_no_weight(merge):
+    params = {"embed": np.zeros((6, 8), np.float32)}
+    layout = make_layout(params, ExchangeConfig(codec="fp32", error_feedback=False))
+    synchronizer = Synchronizer(layout, None, ["a", "b"], "gather", merge)
+    like, most = [params["embed"]], [Most(100, 25)] * 2
+
+    def result(tokens, steps):
+        said = ((100, 4, 1.0), (tokens, steps, 3.0))
+        row = [
+            synchronizer.pack(1, Contribution(i, [np.full((6, 8), x, np.float32)], t, s, None))
+            for i, (t, s, x) in enumerate(said)
+        ]
+        return synchronizer.merge(1, row, like, most).pseudo_gradients[0][0].mean()
+
+    assert result(100, 4) == 2.0
+    assert 1.0 < result(50, 4) < 2.0
+    assert result(101, 5) == result(100, 1) == result(2**63, 2**63) == 1.0
 
 
 @pytest.mark.parametrize("codec", ["sign", "int8", "fp16", "fp32"])

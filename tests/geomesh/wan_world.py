@@ -4,7 +4,8 @@
 The coordinator's code is the real one; slices do in steps what geojax.geomesh.wan.rounds does in
 threads. Time passes a second a step; a round's work takes two, of which some may be done while the
 message before is under way; a slice then says that it waits for the round before until it has sent
-its message.
+its message. Messages arrive at once, or after `transfer_seconds` of their sender, if the round is
+still open there.
 """
 
 import hashlib
@@ -21,6 +22,7 @@ from geojax.geomesh.wan.samples import Border
 
 RULES = GrpcConfig(lease_seconds=3, deadline_floor_seconds=4, join_seconds=20)
 WORK_SECONDS = 2
+EVALUATED_ROUNDS = 4  # between evaluations
 SAVED_ROUNDS = 5  # between checkpoints, of each slice at another round
 MOST = 20_000
 
@@ -45,14 +47,14 @@ class Slice:
 
     def __init__(self, world, index):
         self.world, self.index = world, index
-        self.saved = 0, 0, np.zeros(MOST, np.uint8)
+        self.saved = 0, 0, np.zeros(MOST, np.uint8), ""
         self.restart()
 
     def restart(self):
         """A new process, from the last checkpoint."""
         self.incarnation = str(next(self.incarnations))
         self.alive, self.stuck = True, False
-        self.epoch, self.border, counts = self.saved
+        self.epoch, self.border, counts, self.merged = self.saved
         self.counts = counts.copy()
         self.history, self.read, self.chain = History(), 0, ""
         self.phase, self.mail, self.began = "starting", {}, None
@@ -60,17 +62,21 @@ class Slice:
         self.next, self.done = (), 0.0
         """Samples of the round after the open one, and seconds of its work that are done."""
         self.told = None
-        self.refused = False
+        self.refuses = set()
+        """Messages that came damaged, by round and sender."""
+        self.evaluated, self.busy_until = 0, 0.0
+        self.refused = self.waits = False
 
     @property
     def digest(self):
-        return hashlib.sha256(self.counts[: self.counts.nonzero()[0].size + 200].data).hexdigest()
+        counts = self.counts[: self.counts.nonzero()[0].size + 200]
+        return hashlib.sha256(counts.tobytes() + self.merged.encode()).hexdigest()
 
     def step(self):
         if not self.alive:
             return
         self.talk()
-        if self.stuck:
+        if self.stuck or self.waits:
             return
         self.act()
         self.talk()
@@ -83,12 +89,14 @@ class Slice:
         try:
             place = {"after": self.read, "chain": self.chain}
             reply = coordinator.follow(identity | place)
-            coordinator.tell(
+            told = coordinator.tell(
                 identity
                 | {
                     "incarnation": self.incarnation,
                     **(self.told or self.status()),
-                    "received": sorted(self.box()),
+                    "sent": self.incarnation,
+                    "received": {str(i): sorted(held) for i, held in self.box().items()},
+                    "refused": [i for key, i in self.refuses if key == self.open_round],
                     "facts": {},
                     "address": "",
                 }
@@ -96,6 +104,7 @@ class Slice:
         except ValueError:
             self.refused = True
             return
+        self.waits = told.get("waits", False)
         for entry in reply["entries"]:
             self.history.add(entry)
         self.read += len(reply["entries"])
@@ -106,7 +115,7 @@ class Slice:
         return {"phase": self.phase} | place
 
     def box(self):
-        return self.mail.get((self.history.epoch, self.history.round + 1), {})
+        return self.mail.get(self.open_round, {})
 
     def act(self):
         history = self.history
@@ -133,24 +142,27 @@ class Slice:
         for peer in self.world.reached_by(self.index):
             if peer.border > before and self.history.holds(peer.epoch, peer.border):
                 self.counts, self.border = peer.counts.copy(), peer.border
+                self.merged = peer.merged
                 self.epoch = self.history.epoch
                 return
 
     def apply(self, number):
-        key = (self.history.rounds[number - 1]["epoch"], number)
-        row = []
-        for index in self.history.rounds[number - 1]["merged"]:
-            boxes = [self, *self.world.reached_by(self.index)]
-            found = [s.mail[key][index] for s in boxes if index in s.mail.get(key, {})]
+        entry = self.history.rounds[number - 1]
+        key, row = (entry["epoch"], number), []
+        for index, version in entry["versions"].items():
+            boxes = [s.mail.get(key, {}) for s in [self, *self.world.reached_by(self.index)]]
+            held = [box[int(index)] for box in boxes if int(index) in box]
+            found = [messages[version] for messages in held if version in messages]
             if not found:
                 return False
             row.append(found[0])
+        self.merged = f"{hash((self.merged, number, *entry['versions'].items()))}"
         for share in row:
             for part in share:
                 self.counts[part.start : part.stop] += 1
         self.border, self.began = number, None
         if number % SAVED_ROUNDS == self.index:
-            self.saved = self.epoch, number, self.counts.copy()
+            self.saved = self.epoch, number, self.counts.copy(), self.merged
         self.mail = {k: v for k, v in self.mail.items() if k >= key}
         return True
 
@@ -164,6 +176,12 @@ class Slice:
         if self.index not in history.members:
             self.phase, self.began, self.told = "standby", None, None
             return
+        if self.border % EVALUATED_ROUNDS == 0 and self.border > self.evaluated:
+            self.evaluated = self.border
+            self.busy_until = self.world.now + self.world.busy_seconds[self.index]
+        if self.world.now < self.busy_until:
+            self.phase, self.began, self.told = "busy", None, None
+            return
         if self.began is None or self.began[0] != place:
             opened = open_round(self.data, self.border + 1, history.members, rounds, ahead > 0)
             share = opened.shares[self.index]
@@ -171,13 +189,32 @@ class Slice:
             self.phase, self.told = "working", self.told if done else None
             self.began = place, self.world.now - done, share
             self.next, self.done = opened.ahead.get(self.index, ()), 0.0
-        if self.world.now - self.began[1] >= WORK_SECONDS:
+        if self.world.now - self.began[1] >= self.world.work_seconds[self.index]:
             self.phase = "waiting"
             self.told = self.status() if self.next else None
             self.done += 1.0 if self.next else 0.0
-            key = (history.epoch, history.round + 1)
-            for receiver in [self, *self.world.reached_by(self.index)]:
-                receiver.mail.setdefault(key, {})[self.index] = self.began[2]
+            self.post_to(self)
+            self.post()
+
+    @property
+    def open_round(self):
+        return self.history.epoch, self.history.round + 1
+
+    def post(self):
+        """Its message is under way to all others."""
+        now, takes = self.world.now, self.world.transfer_seconds[self.index]
+        for receiver in self.world.reached_by(self.index):
+            way = (receiver.incarnation, self.incarnation, self.open_round)
+            stalled = (self.index, receiver.index) in self.world.stalled
+            if now - self.world.posted.setdefault(way, now) >= takes and not stalled:
+                self.post_to(receiver)
+
+    def post_to(self, receiver):
+        if self.index in self.world.garbled and receiver is not self:
+            receiver.refuses.add((self.open_round, self.index))
+            return
+        box = receiver.mail.setdefault(self.open_round, {})
+        box.setdefault(self.index, {})[self.incarnation] = self.began[2]
 
 
 class World:
@@ -187,11 +224,26 @@ class World:
         self.now, self.rounds, self.ahead_seconds = 0.0, rounds, ahead_seconds
         self.run = Run(names(slices), FINGERPRINT)
         self.side_of_slice = [0] * slices
+        self.transfer_seconds = [0.0] * slices
+        self.stalled = set()
+        """Pairs of sender and receiver that nothing goes between."""
+        self.garbled = set()
+        """Slices whose messages are none."""
+        self.busy_seconds = [0] * slices
+        self.work_seconds = [WORK_SECONDS] * slices
+        self.posted = {}
+        """Since when a message is under way, by the processes of both ends and its round."""
         self.coordinators = {0: self.make_coordinator(MemoryJournal())}
         self.slices = [Slice(self, i) for i in range(slices)]
 
     def make_coordinator(self, journal):
         return Coordinator(self.run, RULES, journal, clock=lambda: self.now)
+
+    def stop_coordinator(self, seconds):
+        """It hears and decides nothing for so long."""
+        stopped, self.coordinators = self.coordinators, {}
+        self.pass_seconds(seconds)
+        self.coordinators = stopped
 
     def coordinator_of(self, index):
         return self.coordinators.get(self.side_of_slice[index])

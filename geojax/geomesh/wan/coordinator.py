@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from geojax.config import GrpcConfig
-from geojax.geomesh.wan.decide import Status, decide, is_alive
+from geojax.geomesh.wan.decide import LOOKING, Status, decide, is_alive
 from geojax.geomesh.wan.history import History
 from geojax.geomesh.wan.journal import Entry, Journal
 from geojax.geomesh.wan.ledger import Ledger
@@ -25,7 +25,15 @@ _TICK_SECONDS = 0.05
 _PAGE_BYTES = 1 << 20  # of entries in one reply
 _LONGEST_WAIT_SECONDS = 10.0
 _AT_THE_END = ("done", "gone")
-_TOLD = {f.name for f in fields(Status)} - {"seen", "since", "worked", "restarted"}
+_TOLD = {f.name for f in fields(Status)} - {
+    "seen",
+    "since",
+    "worked",
+    "busied",
+    "looked",
+    "restarted",
+    "arrived",
+}
 
 
 @dataclass(frozen=True)
@@ -58,8 +66,13 @@ class Coordinator:
         if ledger:
             ledger.follow(self.history)
         self._statuses: dict[int, Status] = {}
+        self._heirs: dict[int, tuple[str, float]] = {}
+        """Processes that wait for the end of the one that is their slice, and since when."""
+        self._retired: set[str] = set()
+        """Incarnations of processes in whose place another one is."""
         self._dead: set[int] = set()
         self._began = self._opened = self._awake = clock()
+        self._asleep = 0.0
         self._changed = threading.Condition()
         self._stopped = False
 
@@ -68,25 +81,38 @@ class Coordinator:
         with self._changed:
             self._wake()
             index = self._index(header)
-            now, before = self._clock(), self._statuses.get(index)
+            now, before = self._now(), self._statuses.get(index)
+            if before and before.incarnation != header["incarnation"]:
+                if is_alive(before, now, self._rules):
+                    return self._hold_off(before, header, now)
+                self._retired.add(before.incarnation)
+                self._heirs.pop(index, None)
             told = {name: header[name] for name in _TOLD if name in header}
-            told |= {"slice": index, "received": tuple(header.get("received", ()))}
-            status = Status(**told, seen=now, since=now)
+            received = {int(j): tuple(v) for j, v in header.get("received", {}).items()}
+            refused = tuple(header.get("refused", ()))
+            told |= {"slice": index, "received": received, "refused": refused}
+            status = Status(**told, seen=now, since=now, looked=now)
+            known: dict[tuple[int, str], float] = {}
             if before:
-                status.restarted = before.restarted
-                if before.incarnation != status.incarnation:
-                    status.restarted = True
-                elif (before.phase, before.border, before.epoch) == (
-                    status.phase,
-                    status.border,
-                    status.epoch,
-                ):
-                    status.since = before.since
-                status.worked = before.worked
+                same = before.incarnation == status.incarnation
+                status.worked, status.restarted = before.worked, before.restarted or not same
+                if same and (before.border, before.epoch) == (status.border, status.epoch):
+                    known = before.arrived
+                    if before.phase == status.phase:
+                        status.since = before.since
+                if same:
+                    status.busied = before.busied
+                    if before.phase == "busy" != status.phase:
+                        status.busied = now - before.since
+                    if before.phase in LOOKING:
+                        status.looked = before.looked
+            versions = [(j, version) for j, held in received.items() for version in held]
+            status.arrived = {key: known.get(key, now) for key in versions}
             if status.phase == "working":
                 status.worked = status.since
             if before is None or before.incarnation != status.incarnation:
                 self._say(f"slice {self._run.names[index]} is here, at {status.address}")
+                self._changed.notify_all()
             self._statuses[index] = status
             if self._ledger:
                 for record in header.get("records", ()):
@@ -96,8 +122,26 @@ class Coordinator:
             recorded = self._ledger.round if self._ledger else self.history.round
             return {"recorded": recorded, "epoch": self.history.epoch}
 
+    def _hold_off(self, before: Status, header: Header, now: float) -> Header:
+        """Another process is that slice and may be alive: the new one waits until it is silent for
+        a lease, or is refused once it was heard again."""
+        name, mine = self._run.names[before.slice], header["incarnation"]
+        if self._heirs.get(before.slice, ("", 0.0))[0] != mine:
+            self._heirs[before.slice] = mine, now
+            self._say(
+                f"slice {name}: another process, at {header['address']}, waits for the end of the "
+                f"one at {before.address}"
+            )
+        if before.seen - self._heirs[before.slice][1] > self._rules.lease_seconds / 2:
+            raise ValueError(
+                f"slice {name} is at {before.address} already, and that process lives; this one, "
+                f"at {header['address']}, is a second one. Stop one of them"
+            )
+        return {"waits": True, "recorded": -1, "epoch": self.history.epoch}
+
     def follow(self, header: Header) -> Header:
-        """Entries after the first `after`; waits for one up to `wait_seconds`."""
+        """Entries after the first `after`, and which process is which slice; waits for what is not
+        known to the caller yet up to `wait_seconds`."""
         self._index(header)
         after, journal = header["after"], self._journal
         wait = min(header.get("wait_seconds", 0.0), _LONGEST_WAIT_SECONDS)
@@ -107,15 +151,20 @@ class Coordinator:
                     "the coordinator's journal is not the one that this slice has followed; "
                     "another coordinator, or an old copy of its folder, answers at this address"
                 )
-            finished = self.finished
+            finished, known = self.finished, header.get("peers", {})
             self._changed.wait_for(
-                lambda: len(journal.entries) > after or self.finished != finished, timeout=wait
+                lambda: (
+                    len(journal.entries) > after
+                    or self.finished != finished
+                    or any(s.incarnation != known.get(str(i)) for i, s in self._statuses.items())
+                ),
+                timeout=wait,
             )
             page = _page(journal.entries, after)
             return {
                 "entries": page,
                 "chain": journal.chains[after + len(page)],
-                "addresses": {str(i): s.address for i, s in self._statuses.items()},
+                "peers": {str(i): [s.address, s.incarnation] for i, s in self._statuses.items()},
                 "finished": self.finished,
             }
 
@@ -139,7 +188,7 @@ class Coordinator:
     def finished(self) -> bool:
         """Whether every slice has reached the end of the run; one that says nothing for long is not
         waited for."""
-        now, patience = self._clock(), self._rules.join_seconds
+        now, patience = self._now(), self._rules.join_seconds
         for index in range(len(self._run.names)):
             status = self._statuses.get(index)
             if status and status.phase in _AT_THE_END:
@@ -151,7 +200,7 @@ class Coordinator:
     @property
     def left(self) -> bool:
         """Whether all slices have gone."""
-        now = self._clock()
+        now = self._now()
         return not any(is_alive(s, now, self._rules) for s in self._statuses.values())
 
     def stop(self) -> None:
@@ -160,13 +209,17 @@ class Coordinator:
             self._stopped = True
             self._changed.notify_all()
 
+    def _now(self) -> float:
+        """Seconds, but those while this process could not listen: they are held against nobody."""
+        return self._clock() - self._asleep
+
     def _wake(self) -> None:
-        """What slices said while this process could not listen is not held against them."""
-        now = self._clock()
-        if now - self._awake > self._rules.lease_seconds / 2:
+        before, self._awake = self._awake, self._clock()
+        if self._awake - before > self._rules.lease_seconds / 2:
+            self._asleep += self._awake - before
             for status in self._statuses.values():
-                status.seen = max(status.seen, now)
-        self._awake = now
+                status.seen = self._now()
+            self._heirs.clear()
 
     def _index(self, header: Mapping[str, Any]) -> int:
         name, run = header.get("name"), self._run
@@ -177,12 +230,18 @@ class Coordinator:
                 f"slice {name} runs another config, or version, than the coordinator; start both "
                 "with the same one"
             )
+        if header.get("incarnation") in self._retired:
+            raise ValueError(
+                f"another process has taken the place of this one as slice {name}, which said "
+                f"nothing for {self._rules.lease_seconds:g} s; it is at "
+                f"{self._statuses[run.names.index(name)].address}"
+            )
         return run.names.index(name)
 
     def _decide(self) -> None:
         while not self._stopped:
             entry = decide(
-                self._clock(),
+                self._now(),
                 self._began,
                 self._opened,
                 self.history,
@@ -197,7 +256,9 @@ class Coordinator:
             self.history.add(entry)
             if self._ledger:
                 self._ledger.follow(self.history)
-            self._opened = self._clock()
+            self._opened = self._now()
+            for status in self._statuses.values():
+                status.busied = 0.0
             self._narrate(entry, before)
             self._changed.notify_all()
 
@@ -218,7 +279,7 @@ class Coordinator:
 
     def _state(self, index: int) -> str:
         """What is known of a slice, in words."""
-        status, now = self._statuses.get(index), self._clock()
+        status, now = self._statuses.get(index), self._now()
         if status is None:
             return "never heard of"
         if not is_alive(status, now, self._rules):
@@ -226,7 +287,7 @@ class Coordinator:
         return f"{status.phase} at round {status.border + 1} for {now - status.since:.1f} s"
 
     def _mourn(self) -> None:
-        now = self._clock()
+        now = self._now()
         for index, status in self._statuses.items():
             alive = is_alive(status, now, self._rules)
             if not alive and index not in self._dead and status.phase != "done":

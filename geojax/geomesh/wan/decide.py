@@ -4,12 +4,15 @@
 A round is over when every member that is still awaited has every message, and more than `quorum`
 of all configured slices have reported. A dead member is awaited until its lease ends, a living one
 until it takes longer than slices take (median + k x MAD of past report times, as multiples of what
-the plan expected), and one that is busy, or starts with all the others, for `join_seconds`. A slice
-that was left out comes back when it says that it holds the state again.
+the plan expected), and one that is busy until it takes longer than the slowest one does, and one
+that starts with all the others for `join_seconds`. A
+message is awaited, from its sender's report on, until it takes longer than the slowest one of a
+round does (median + k x MAD over past rounds). A slice that was left out comes back when it says
+that it holds the state again.
 
 Invariant: of any two decisions that a journal or two could hold, each had a majority of all
-configured slices behind it, and a merged message lies with a majority, so that a later majority can
-fetch it.
+configured slices behind it, and a merged message, in the version that the journal names, lies with
+a majority, so that a later majority can fetch it.
 """
 
 from collections import Counter
@@ -23,10 +26,16 @@ from geojax.geomesh.wan.history import History
 from geojax.geomesh.wan.journal import Entry
 
 _REMEMBERED_ROUNDS = 32
+_REMEMBERED_LONGEST = 8  # rounds; fewer, for links change and are not planned for
+_SEARCHED_ROUNDS = 256  # for these
 _MAD_OF_NORMAL = 1.4826  # standard deviations in one MAD
 _LEAST_MAD = 0.1  # of the median: times that never vary do not make a deadline of no length
 
-_LOOKING = ("starting", "syncing")
+# Since the coordinator began: a slice that lives says something within a lease, once it is
+# connected again, which it tries every few seconds.
+_UNHEARD_LEASES, _UNHEARD_SECONDS = 2, 10.0
+
+LOOKING = ("starting", "syncing")
 
 
 @dataclass
@@ -45,8 +54,14 @@ class Status:
     """Of the state that it holds, or could restore or make."""
     digest: str = ""
     """Of that state."""
-    received: tuple[int, ...] = ()
-    """waiting: slices whose messages of the next round it has, itself among them."""
+    sent: str = ""
+    """waiting: the version of its message."""
+    received: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Versions of messages of the next round that it has, by slice, itself among them."""
+    refused: tuple[int, ...] = ()
+    """Slices whose message of the next round it got and could not take: nothing better comes."""
+    arrived: dict[tuple[int, str], float] = field(default_factory=dict)
+    """When it first said so, by slice and version."""
     facts: dict[str, Any] = field(default_factory=dict)
     """For everybody, through the journal."""
     address: str = ""
@@ -57,6 +72,10 @@ class Status:
     """When this phase began."""
     worked: float = 0.0
     """When its inner steps last began."""
+    busied: float = 0.0
+    """Seconds that it was busy since the round was opened, if it has ended that."""
+    looked: float = 0.0
+    """starting, syncing: since when it looks for a state."""
     restarted: bool = False
     """Whether another process was this slice while the coordinator ran."""
 
@@ -82,7 +101,7 @@ def decide(
     away = [s for s in alive.values() if s.phase != "done"]
     if not away:
         return None
-    back = _rollback(now, began, history, alive, slices, rules)
+    back = _rollback(now, history, alive, slices, rules)
     if back is not None:
         return back
     return _close(now, began, opened, history, statuses, alive, slices, rules)
@@ -106,6 +125,21 @@ def limit_seconds(times: Sequence[float], rules: GrpcConfig) -> float:
     return middle + max(rules.deadline_mads * _MAD_OF_NORMAL * spread, rules.deadline_floor_seconds)
 
 
+def patience_seconds(kind: str, history: History, rules: GrpcConfig) -> float:
+    """For what takes some slices longer than others, whatever the plan: one figure a round, of the
+    slice that took longest, tells how long; so the slowest is not late by being the slowest.
+    `join_seconds` where nothing is known; as much again for each recent round in which somebody was
+    late, so that a slice whose link has become slower is not left out for ever."""
+    recent = [
+        (entry.get("longest", {}).get(kind), kind in entry.get("late", ()))
+        for entry in history.rounds[-_SEARCHED_ROUNDS:]
+    ]
+    known = [seconds for seconds, _ in recent if seconds is not None][-_REMEMBERED_LONGEST:]
+    told = [late for seconds, late in recent if late or seconds is not None]
+    limit = limit_seconds(known, rules) if known else rules.join_seconds
+    return limit * (1 + sum(told[-_REMEMBERED_LONGEST:]))
+
+
 def _start(alive: Mapping[int, Status], slices: int) -> Entry | None:
     if len(alive) < slices:
         return None
@@ -127,20 +161,22 @@ def _start(alive: Mapping[int, Status], slices: int) -> Entry | None:
 
 def _rollback(
     now: float,
-    began: float,
     history: History,
     alive: Mapping[int, Status],
     slices: int,
     rules: GrpcConfig,
 ) -> Entry | None:
     """To the newest border whose state anybody holds, where the newest of all is lost."""
-    held = [s.border for s in alive.values() if history.holds(s.epoch, s.border)]
+    holders = [s for s in alive.values() if history.holds(s.epoch, s.border)]
+    held = [s.border for s in holders]
     if history.round in held or not enough(len(held), slices, rules):
         return None
-    if any(s.phase not in _LOOKING for s in alive.values()):
+    if any(s.phase not in LOOKING for s in alive.values()):
         return None  # it may have the messages that lead there
-    if len(alive) < slices and now - began <= rules.join_seconds:
-        return None
+    looking = sorted(s.looked for s in holders)
+    quorum = next(t for n, t in enumerate(looking, 1) if enough(n, slices, rules))
+    if len(alive) < slices and now - quorum <= rules.join_seconds:
+        return None  # one that is not here may hold a newer state
     return {"kind": "rollback", "round": max(held), "members": sorted(alive)}
 
 
@@ -158,30 +194,37 @@ def _close(
     here = [alive[i] for i in members if i in alive and _at_border(alive[i], history)]
     reported = {s.slice: s for s in here if s.phase == "waiting" and s.epoch == history.epoch}
     took = {i: s.since - max(opened, s.worked) for i, s in reported.items()}
+    on_time = opened > began  # a round that was open when this coordinator began has no times
+    of_many = on_time and enough(len(reported), slices, rules)  # few may be fast ones
     expected = max((s.facts.get("expected_seconds", 1.0) for s in reported.values()), default=1.0)
     past = [
         seconds / entry["expected_seconds"] * expected
         for entry in history.rounds[-_REMEMBERED_ROUNDS:]
         for seconds in entry["seconds"].values()
     ]
-    limit = limit_seconds([*past, *took.values()], rules)
-    last_report = max((s.since for s in reported.values()), default=now)
+    limit = limit_seconds([*past, *(took.values() if of_many else ())], rules)
+    delivery = patience_seconds("messages", history, rules)
+    busied = [alive[i].busied for i in members if i in alive and alive[i].busied]
+    business = rules.join_seconds
+    if enough(len(busied), slices, rules):
+        as_others = limit_seconds([max(busied)], rules)
+        business = max(patience_seconds("busy", history, rules), as_others)
 
     def awaited(i: int) -> bool:
         status = statuses.get(i)
         if status is None:  # not heard of since the coordinator began
-            return now - began <= rules.join_seconds
+            return now - began <= _UNHEARD_LEASES * rules.lease_seconds + _UNHEARD_SECONDS
         if i not in alive or status.phase == "done":
             return False
-        if i in reported and set(reported) <= set(status.received):
-            return False
+        if i in reported:
+            missing = [s for s in reported.values() if not _has(status, s)]
+            under_way = [s for s in missing if s.slice not in status.refused]
+            return any(now - s.since <= delivery for s in under_way)
         if status.phase == "busy":
-            return now - status.since <= rules.join_seconds
-        if i in reported:  # messages of the last one are under way
-            return now - last_report <= limit
+            return now - status.since <= business
         if status.restarted:
             return now - opened <= limit
-        if status.phase in _LOOKING:
+        if status.phase in LOOKING:
             return now - max(opened, status.since) <= rules.join_seconds
         return now - max(opened, status.since, status.worked) <= limit
 
@@ -194,18 +237,32 @@ def _close(
     digest, count = votes.most_common(1)[0]
     if not enough(count, slices, rules):
         return {"kind": "stop", "reason": _differ(history.round, reported)}
-    merged = _available({i: s for i, s in reported.items() if s.digest == digest}, slices, rules)
+    agreeing = {i: s for i, s in reported.items() if s.digest == digest}
+    merged = _available(agreeing, slices, rules)
     if not enough(len(merged), slices, rules):
         return None
+    refused = {j for s in reported.values() for j in s.refused}
+    late = {
+        "messages": bool(set(agreeing) - set(merged) - refused),
+        "busy": any(i in alive and alive[i].phase == "busy" for i in members),
+    }
+    longest = {"messages": _delivery_seconds(reported), "busy": max(busied, default=None)}
     joining = [i for i, s in alive.items() if s.phase == "standby" and _at_border(s, history)]
     return {
         "kind": "round",
         "round": history.round + 1,
         "merged": merged,
+        "versions": {str(i): reported[i].sent for i in merged},
         "members": sorted({*merged, *joining}),
         "digest": digest,
         "expected_seconds": expected,
-        "seconds": {str(i): round(took[i], 3) for i in merged},
+        "seconds": {str(i): round(took[i], 3) for i in merged if on_time},
+        "longest": {
+            kind: round(seconds, 3)
+            for kind, seconds in longest.items()
+            if seconds is not None and on_time and not late[kind]
+        },
+        "late": [kind for kind, is_late in late.items() if is_late],
         "facts": {str(i): reported[i].facts for i in merged},
     }
 
@@ -215,9 +272,26 @@ def _reopen(
 ) -> Entry | None:
     """The round once more, where its members are too few by now, with whoever has come back."""
     standing = [i for i, s in alive.items() if s.phase != "done" and _at_border(s, history)]
-    if not enough(len(standing), slices, rules):
+    if set(standing) <= set(history.members) or not enough(len(standing), slices, rules):
         return None
     return {"kind": "rollback", "round": history.round, "members": sorted(standing)}
+
+
+def _delivery_seconds(reported: Mapping[int, Status]) -> float | None:
+    """From a slice's report until all had its message, the longest; None where some never came."""
+    try:
+        return max(
+            s.arrived[sender.slice, sender.sent] - sender.since
+            for s in reported.values()
+            for sender in reported.values()
+        )
+    except KeyError:
+        return None
+
+
+def _has(status: Status, sender: Status) -> bool:
+    """Whether it has the message of `sender`'s process."""
+    return sender.sent in status.received.get(sender.slice, ())
 
 
 def _at_border(status: Status, history: History) -> bool:
@@ -233,10 +307,11 @@ def _differ(border: int, reported: Mapping[int, Status]) -> str:
 
 
 def _available(reported: Mapping[int, Status], slices: int, rules: GrpcConfig) -> list[int]:
-    """Slices whose message a quorum holds; holders count only while they are in the set."""
+    """Slices whose message a quorum holds, as it was last sent; holders count only while they are
+    in the set."""
     kept = set(reported)
     while True:
-        holders = Counter(j for i in kept for j in reported[i].received)
+        holders = {j: sum(_has(reported[i], reported[j]) for i in kept) for j in kept}
         lost = {j for j in kept if not enough(holders[j], slices, rules)}
         if not lost:
             return sorted(kept)

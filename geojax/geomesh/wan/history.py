@@ -3,8 +3,10 @@
 
 Entries, by `kind`:
 start     all slices are there; `members` of round 1, and `facts` of each slice (its profile)
-round     `round` is over: `merged` slices, `members` of the next one, the `digest` of the shared
-          state that it began with, `seconds` that slices took to report, and their `facts`
+round     `round` is over: `merged` slices, the `versions` of their messages, `members` of the next
+          one, the `digest` of the shared state that it began with, `seconds` that slices took to
+          report, and their `facts`; `longest`: seconds, by what was awaited, of whoever took
+          longest, where nobody was left out for it; `late`: for what somebody was
 rollback  nobody holds the state after later rounds any more, or the open one has lost too many
           members: `round` is the last one (again), `members` are those of the next
 stop      the run cannot go on, for a `reason`
@@ -66,9 +68,12 @@ class History:
         """Of a round that is over, or open."""
         return self._opened[number - 1]
 
-    def merges(self, number: int, index: int) -> bool:
-        """Whether round `number` is over and has that slice in it."""
-        return number <= self.round and index in self.rounds[number - 1]["merged"]
+    def version(self, number: int, index: int) -> str:
+        """Of that slice's message in round `number`; empty where the round is not over, or has no
+        message of it."""
+        return (
+            self.rounds[number - 1]["versions"].get(str(index), "") if number <= self.round else ""
+        )
 
     @property
     def epoch(self) -> int:

@@ -3,7 +3,7 @@
 
 Invariant: an entry that anybody heard of is on disk. Each line carries a hash over all lines up to
 it, so that two journals that ever differed are never taken for one. A last line that was torn by a
-crash was heard by nobody, and is removed.
+crash, or by a disk that was full for a moment, was heard by nobody, and is removed.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ class Journal:
         """Open or make it. RunError where another process holds it, ConfigError where a line other
         than a torn last one is damaged."""
         self.path = path
-        self._file = path.open("ab+")
+        self._file = path.open("ab+", buffering=0)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -34,7 +34,7 @@ class Journal:
                 f"another coordinator holds {path}; stop it, or wait for its end"
             ) from error
         self._file.seek(0)
-        content = self._file.read()
+        content = self._file.readall()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
             self._file.truncate(whole)
@@ -59,11 +59,16 @@ class Journal:
         os.close(directory)
 
     def append(self, entry: Entry) -> None:
-        """Return once it is on disk."""
+        """Return once it is on disk. OSError, with the file as it was, where it cannot be there."""
         line = json.dumps(entry | {"chain": _chain(self.chains[-1], entry)}) + "\n"
-        self._file.write(line.encode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        whole, left = self._file.seek(0, os.SEEK_END), line.encode()
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+            os.fsync(self._file.fileno())
+        except OSError:
+            self._file.truncate(whole)
+            raise
         self._remember(entry)
 
     def close(self) -> None:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages that a slice holds, by round, and how its own last one fares; under its member's lock.
 
-Invariant: peers that are one round behind find that round's messages here, and no older ones.
+Invariant: peers that are one round behind find that round's messages here, and no older ones; of
+two messages that processes of one slice sent for a round, none takes the other's place.
 """
 
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from geojax.geomesh.message import version
 from geojax.geomesh.wan.seat import Message
 
 
@@ -29,22 +31,39 @@ class Mail:
     """Empty, at first."""
 
     def __init__(self):
-        self._boxes: dict[tuple[int, int], dict[int, Message]] = {}
+        self._boxes: dict[tuple[int, int], dict[tuple[int, str], Message]] = {}
+        self._refused: dict[tuple[int, int], set[int]] = {}
         self._underway: UnderWay | None = None
         """Or the last one."""
 
     def put(self, epoch: int, number: int, index: int, message: Message) -> None:
         """Slice `index`'s message of that round."""
-        self._boxes.setdefault((epoch, number), {})[index] = message
+        self._boxes.setdefault((epoch, number), {})[index, version(message)] = message
 
-    def of(self, epoch: int, number: int) -> dict[int, Message]:
-        """Messages of that round, by slice."""
+    def of(self, epoch: int, number: int) -> dict[tuple[int, str], Message]:
+        """Messages of that round, by slice and version."""
         return dict(self._boxes.get((epoch, number), {}))
+
+    def versions(self, epoch: int, number: int) -> dict[str, list[str]]:
+        """Of that round, by slice; for JSON."""
+        found: dict[str, list[str]] = {}
+        for index, held in sorted(self._boxes.get((epoch, number), {})):
+            found.setdefault(str(index), []).append(held)
+        return found
+
+    def refuse(self, epoch: int, number: int, index: int) -> None:
+        """What came as slice `index`'s message of that round is none."""
+        self._refused.setdefault((epoch, number), set()).add(index)
+
+    def refused(self, epoch: int, number: int) -> list[int]:
+        """Slices of which that is so."""
+        return sorted(self._refused.get((epoch, number), ()))
 
     def prune(self, epoch: int, number: int) -> None:
         """Forget rounds before that one."""
-        for key in [k for k in self._boxes if k < (epoch, number)]:
-            del self._boxes[key]
+        for rounds in (self._boxes, self._refused):
+            for key in [k for k in rounds if k < (epoch, number)]:
+                del rounds[key]
 
     def sent(self, epoch: int, number: int) -> None:
         """This slice's own message is under way."""

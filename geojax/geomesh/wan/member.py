@@ -18,7 +18,7 @@ from geojax.geomesh.wan.history import History
 from geojax.geomesh.wan.journal import Entry
 from geojax.geomesh.wan.link import Link
 from geojax.geomesh.wan.mail import Mail
-from geojax.geomesh.wan.peers import Peers
+from geojax.geomesh.wan.peers import Peers, Place
 from geojax.geomesh.wan.rpc import CallError, Client, Header, Server, chunks
 from geojax.geomesh.wan.seat import Message, Offer, Overtaken, Stopped
 
@@ -68,6 +68,8 @@ class Member:
         self._peers, self._mail = Peers(self._client, names, index, say), Mail()
         self._offer: Offer | None = None
         self.finished = False
+        self._admitted = False
+        """Whether this process is the slice; another one may be, until it is silent for long."""
         self._beat: Callable[[], None] = lambda: None
         self._failure: RunError | None = None
         self._heard = time.monotonic()
@@ -144,7 +146,7 @@ class Member:
     def wait(self, reached: Callable[[History], bool], seconds: float | None = None) -> bool:
         deadline = None if seconds is None else time.monotonic() + seconds
         with self._changed:
-            while not reached(self.history):
+            while not (self._admitted and reached(self.history)):
                 self._raise_failure()
                 if self.history.stopped:
                     raise RunError(self.history.stopped)
@@ -188,14 +190,15 @@ class Member:
     def collect(self, number: int) -> list[Message | None]:
         with self._changed:
             entry = self.history.rounds[number - 1]
-            epoch, merged = entry["epoch"], entry["merged"]
+            epoch, merged, versions = entry["epoch"], entry["merged"], entry["versions"]
             self._mail.prune(epoch, number)
             box = self._mail.of(epoch, number)
         row: list[Message | None] = [None] * len(self._names)
         for index in merged:
-            message = box.get(index)
+            version = versions[str(index)]
+            message = box.get((index, version))
             if message is None:
-                header = {"epoch": epoch, "round": number, "slice": index}
+                header = {"epoch": epoch, "round": number, "slice": index, "version": version}
                 message = self._peers.fetch(header, merged, self._message_bytes, self._check)
             if message is None:
                 raise Overtaken
@@ -223,27 +226,41 @@ class Member:
         return self._peers.all_known
 
     def _send(self, other: int, header: Header, message: Message) -> None:
-        """Until it is there, or the round is over."""
-        pause, said = _RETRY_SECONDS, False
+        """Until the round is over: to the process that is that slice, and to any that takes its
+        place."""
+        pause, said, reached = _RETRY_SECONDS, False, ""
 
         def over() -> bool:
             history = self.history
             gone = history.epoch != header["epoch"] or history.round >= header["round"]
             return gone or self._stop.is_set() or self._link.ending
 
+        def due() -> bool:
+            return self._peers.process_of(other) not in ("", reached)
+
         while not over():
+            with self._changed:
+                self._changed.wait_for(lambda: over() or due(), timeout=_LONGEST_PAUSE_SECONDS)
+            if over() or not due():
+                continue
+            process = self._peers.process_of(other)
             try:
-                if self._peers.push(other, header, message):
-                    with self._changed:
-                        self._mail.arrived(header["epoch"], header["round"], other)
-                    return
+                self._peers.push(other, header, message, over)
             except CallError as error:
-                if not said:
+                if error.refused:  # as it will be the next time
+                    self.say(f"slice {self._names[other]} does not take the message: {error}")
+                    reached = process
+                    continue
+                if not said and not over():
                     self.say(f"cannot send to slice {self._names[other]} at {error}; trying again")
                     said = True
-            with self._changed:
-                self._changed.wait_for(over, timeout=pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                with self._changed:
+                    self._changed.wait_for(over, timeout=pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            else:
+                reached, pause = process, _RETRY_SECONDS
+                with self._changed:
+                    self._mail.arrived(header["epoch"], header["round"], other)
 
     def _take_message(self, header: Header, message: Message) -> Header:
         key, sender = (header["epoch"], header["round"]), header["slice"]
@@ -251,6 +268,9 @@ class Member:
             self._check(header["round"], sender, message)
         except RunError as error:
             self.say(f"refused a message: {error}")
+            with self._changed:
+                self._mail.refuse(*key, sender)
+            self._link.hurry()
             raise
         with self._changed:
             history = self.history
@@ -264,7 +284,8 @@ class Member:
 
     def _give_message(self, header: Header) -> tuple[Header, Iterable[memoryview]]:
         with self._changed:
-            message = self._mail.of(header["epoch"], header["round"]).get(header["slice"])
+            box = self._mail.of(header["epoch"], header["round"])
+            message = box.get((header["slice"], header["version"]))
         if message is None:
             raise LookupError(f"no message of slice {header['slice']}, round {header['round']}")
         return {"size_bytes": message.size}, chunks([message])
@@ -287,18 +308,24 @@ class Member:
         with self._changed:
             # What is here is looked up when it is said: messages come at any moment.
             epoch, border = self._status["epoch"], self._status["border"]
-            received = sorted(self._mail.of(epoch, border + 1))
-            told = {"received": received, "records": list(self._records)}
+            received = self._mail.versions(epoch, border + 1)
+            refused = self._mail.refused(epoch, border + 1)
+            told = {"received": received, "refused": refused, "records": list(self._records)}
             return self._status | self._identity | told
 
     def _where(self) -> Header:
-        return {"after": len(self._entries), "chain": self._chain} | self._identity
+        with self._changed:
+            known = {str(i): place.incarnation for i, place in self._peers.places.items()}
+            place = {"after": len(self._entries), "chain": self._chain, "peers": known}
+        return place | self._identity
 
     def _heard_back(self, told: Header, reply: Header) -> None:
         with self._changed:
             self._heard = time.monotonic()
             done = [r for r in told["records"] if r["round"] <= reply["recorded"]]
             self._records = [r for r in self._records if r not in done]
+            self._admitted = not reply.get("waits", False)
+            self._changed.notify_all()
 
     def _read_on(self, reply: Header) -> None:
         with self._changed:
@@ -308,7 +335,7 @@ class Member:
             self._mail.past(self.history.epoch, self.history.round)
             self._entries += reply["entries"]
             self._chain = reply["chain"]
-            self._peers.addresses = {int(i): a for i, a in reply["addresses"].items()}
+            self._peers.places = {int(i): Place(*place) for i, place in reply["peers"].items()}
             self.finished = reply["finished"]
             self._changed.notify_all()
 

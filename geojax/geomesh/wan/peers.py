@@ -4,12 +4,22 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
 from geojax.config import RunError
+from geojax.geomesh.message import version
 from geojax.geomesh.wan.rpc import CallError, Client, Header
 from geojax.geomesh.wan.seat import Message, Offer
+
+
+class Place(NamedTuple):
+    """Where a slice is."""
+
+    address: str
+    incarnation: str
+    """Of its process."""
 
 
 class Peers:
@@ -19,19 +29,21 @@ class Peers:
         self, client: Client, names: Sequence[str], index: int, say: Callable[[str], None]
     ):
         self._client, self._names, self._index, self._say = client, names, index, say
-        self.addresses: dict[int, str] = {}
+        self.places: dict[int, Place] = {}
         """By slice, its own among them; replaced whole."""
 
     @property
     def all_known(self) -> bool:
-        return len(self.addresses) == len(self._names)
+        return len(self.places) == len(self._names)
 
-    def push(self, other: int, header: Header, message: Message) -> bool:
-        """Send it this slice's message; False where its address is not known. CallError."""
-        address = self.addresses.get(other)
-        if address:
-            self._client.push(address, "message", header, message)
-        return bool(address)
+    def process_of(self, other: int) -> str:
+        """The incarnation of that slice; empty where it is not known."""
+        place = self.places.get(other)
+        return place.incarnation if place else ""
+
+    def push(self, other: int, header: Header, message: Message, over: Callable[[], bool]) -> None:
+        """Send it this slice's message, until that is `over`. CallError."""
+        self._client.push(self.places[other].address, "message", header, message, over)
 
     def fetch(
         self,
@@ -40,19 +52,20 @@ class Peers:
         size_bytes: int,
         check: Callable[[int, int, Message], None],
     ) -> Message | None:
-        """The message that `header` names, from its sender, or from any other slice that was merged
-        with it; None: nobody gives it."""
-        index, addresses = header["slice"], self.addresses
+        """The message that `header` names, in that version, from its sender, or from any other
+        slice that was merged with it; None: nobody gives it."""
+        index, places = header["slice"], self.places
         for holder in [index, *(i for i in merged if i not in (index, self._index))]:
-            address = addresses.get(holder)
-            if address is None or holder == self._index:
+            place = places.get(holder)
+            if place is None or holder == self._index:
                 continue
             try:
-                _, message = self._client.pull(address, "fetch", header, size_bytes)
+                _, message = self._client.pull(place.address, "fetch", header, size_bytes)
                 check(header["round"], index, message)
             except RunError:
                 continue
-            return message
+            if version(message) == header["version"]:
+                return message
         return None
 
     def fetch_state(
@@ -82,7 +95,7 @@ class Peers:
         return time.perf_counter() - started
 
     def _others(self) -> list[str]:
-        return [a for i, a in sorted(self.addresses.items()) if i != self._index]
+        return [place.address for i, place in sorted(self.places.items()) if i != self._index]
 
     def _quietly(self, address: str, message: Message) -> None:
         try:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from geojax.geomesh.message import version
 from geojax.geomesh.wan.history import History
 from geojax.geomesh.wan.seat import Message, Offer, Overtaken, Seat
 
@@ -60,8 +61,9 @@ class Replica(Protocol):
         message is under way; whether there are any. Stopped."""
         ...
 
-    def settle(self, number: int, merged: bool, history: History) -> None:
-        """The round is over; `merged`: with this slice's message. Said once or more."""
+    def settle(self, number: int, merged: str, history: History) -> None:
+        """The round is over; `merged`: with this version of the slice's message, which may be of a
+        process before this one; empty: without. Said once or more."""
         ...
 
     def apply(self, number: int, row: Sequence[Message | None], history: History) -> None:
@@ -105,12 +107,12 @@ def run_rounds(member: Seat, replica: Replica) -> None:
         message, facts = replica.message()
         if ahead := not member.is_past(epoch, number):
             member.send(epoch, number, message)
-            _say_where(member, replica, "waiting", facts=dict(facts))
+            _say_where(member, replica, "waiting", facts=dict(facts), sent=version(message))
             ahead = replica.go_on()
         member.wait_past(epoch, number)
         history = member.snapshot()
         if history.epoch == epoch:
-            replica.settle(number, history.merges(number, member.index), history)
+            replica.settle(number, history.version(number, member.index), history)
 
 
 def _catch_up(member: Seat, replica: Replica) -> tuple[int, ...]:
@@ -145,7 +147,7 @@ def _by_messages(member: Seat, replica: Replica, history: History) -> bool:
         row = member.collect(number)
     except Overtaken:
         return False
-    replica.settle(number, history.merges(number, member.index), history)
+    replica.settle(number, history.version(number, member.index), history)
     replica.apply(number, row, history)
     replica.border = number
     return True
@@ -156,7 +158,7 @@ def _by_state(member: Seat, replica: Replica, history: History, valid: bool) -> 
     _say_where(member, replica, "syncing")
     if valid:  # the round in which this slice may have been is not forgotten
         number = replica.border + 1
-        replica.settle(number, history.merges(number, member.index), history)
+        replica.settle(number, history.version(number, member.index), history)
     before = replica.border if history.holds(replica.epoch, replica.border) else -1
 
     def wanted(epoch: int, border: int) -> bool:

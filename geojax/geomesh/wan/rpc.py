@@ -25,6 +25,7 @@ CHUNK_BYTES = 2 << 20
 _SERVICE = "geojax"
 _SLOWEST_BYTES_A_SECOND = 125_000.0  # of a link; a stream is given the time that this takes
 _LARGEST_BYTES = 2 * CHUNK_BYTES
+_POLL_SECONDS = 0.1  # between looks whether a push is still needed
 
 Header = dict[str, Any]
 Unary = Callable[[Header], Header]
@@ -125,8 +126,16 @@ class Client:
         deadline = self._config.call_seconds + wait_seconds
         return _loads(self._tried(address, lambda: stub(_dumps(header), timeout=deadline)))
 
-    def push(self, address: str, method: str, header: Header, data: np.ndarray) -> Header:
-        """Send bytes in chunks; the reply. CallError."""
+    def push(
+        self,
+        address: str,
+        method: str,
+        header: Header,
+        data: np.ndarray,
+        over: Callable[[], bool] = lambda: False,
+    ) -> Header:
+        """Send bytes in chunks; the reply. CallError, also soon after they are `over`: what is not
+        sent by then leaves the link to others."""
         stub = self._channel(address).stream_unary(_path(method))
         header = header | {"size_bytes": data.size}
 
@@ -134,8 +143,17 @@ class Client:
             yield _dumps(header)
             yield from map(bytes, chunks([data]))
 
-        deadline = self._deadline(data.size)
-        return _loads(self._tried(address, lambda: stub(stream(), timeout=deadline)))
+        def send() -> bytes:
+            call = stub.future(stream(), timeout=self._deadline(data.size))
+            while True:
+                try:
+                    return call.result(_POLL_SECONDS)
+                except grpc.FutureTimeoutError:
+                    if over():
+                        call.cancel()
+                        raise CallError(f"{address}: not needed any more") from None
+
+        return _loads(self._tried(address, send))
 
     def pull(
         self, address: str, method: str, header: Header, size_bytes: int
