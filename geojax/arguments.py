@@ -6,14 +6,15 @@ Invariant: a mistake is a ConfigError that says what is wanted.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
 import tyro
 
 from geojax.config import ClusterConfig, ConfigError, RunConfig, require, with_chain, with_strategy
+from geojax.config.folder import require_local
 from geojax.track.metrics import NewFile, require_writable
 
 
@@ -128,7 +129,7 @@ def need_extra(extra: str, *modules: str) -> None:
 def parse[T](options: type[T], args: list[str], prog: str, default: T | None = None) -> T:
     """`options`, whose fields `default` has unless they are given.
 
-    ConfigError where a file that is to be written in the end cannot be.
+    ConfigError where a file that is to be written in the end cannot be, or a path is a URL.
     """
     found = tyro.cli(
         options,
@@ -137,6 +138,9 @@ def parse[T](options: type[T], args: list[str], prog: str, default: T | None = N
         default=default,
         config=(tyro.conf.AvoidSubcommands,),
     )
+    for field in fields(cast(Any, options)):
+        if isinstance(path := getattr(found, field.name), Path):
+            require_local(path)
     require_writable(found)
     return found
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run folders: starting a run, continuing it, and stopping it without losing work.
 
-A run folder holds `config.json` (the resolved config), `metrics.jsonl` and `checkpoints/`.
+A run folder holds `config.json` (the resolved config), `metrics.jsonl` and `checkpoints/`, unless
+checkpoint.folder has these elsewhere.
 Invariant: with these, and its text or the cached tokens of it, `resume` goes on exactly as if
 nothing had happened. One process works on a run at a time.
 """
@@ -29,6 +30,7 @@ from geojax.config import (
     require,
     with_strategy,
 )
+from geojax.config.folder import require_local
 from geojax.track.metrics import MetricsWriter, write_atomically
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ def save_config(config: RunConfig, path: Path) -> None:
 
 def read_config(path: Path) -> RunConfig:
     """Read what `save_config` wrote; ConfigError where it is missing or not a config."""
+    require_local(path.parent)
     try:
         return _ADAPTER.validate_json(path.read_bytes())
     except OSError as error:
@@ -92,7 +95,7 @@ def start(config: RunConfig, folder: Path | str, console: Console | None = None)
     try:
         return _run(config, folder, console, rows)
     except ConfigError:
-        if not any(folder.glob("checkpoints/*")):  # nothing was trained: leave nothing half-made
+        if not _saved(config, folder):  # nothing was trained: leave nothing half-made
             shutil.rmtree(folder, ignore_errors=True)
             if existed:
                 folder.mkdir()
@@ -107,18 +110,32 @@ def exit_code(finished: bool) -> int:
 
 def begin_folder(config: RunConfig, folder: Path, command: str = "train") -> None:
     """Make a run folder. ConfigError where it cannot be made, or holds something already, which
-    `command` would go on with."""
+    `command` would go on with, or where another run's checkpoints are."""
+    require_local(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
             f"{folder} exists already; continue the run in it with `geojax {command} --resume "
             f"{folder}`, or choose another folder with --out"
         )
+    require(
+        not config.checkpoint.folder or not _saved(config, folder),
+        f"checkpoint.folder {config.checkpoint.folder!r} has another run's checkpoints; set it to "
+        "a folder of this run's own",
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Which processes work on it is not a fact of the run.
         save_config(with_cluster(config, ClusterConfig()), folder / "config.json")
     except OSError as error:
         raise ConfigError(f"cannot write the run into {folder}: {error}") from error
+
+
+def _saved(config: RunConfig, folder: Path) -> bool:
+    """Whether there are checkpoints of it, or of its slices."""
+    from geojax.train.storage import checkpoint_root, holds_any
+
+    root = checkpoint_root(config.checkpoint, folder)
+    return any(map(holds_any, (root / "checkpoints", root / "slices")))
 
 
 def resume(
@@ -212,11 +229,13 @@ def _train(
         from geojax.data import describe
         from geojax.track.console import RunConsole
         from geojax.train.checkpoint import Checkpoints
+        from geojax.train.storage import checkpoint_folder
 
         metrics = None
         if first:
             metrics = stack.enter_context(MetricsWriter(folder / "metrics.jsonl"))
-        checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", config.checkpoint))
+        place = checkpoint_folder(config.checkpoint, folder)
+        checkpoints = stack.enter_context(Checkpoints(place, config.checkpoint))
         corpus = prepare(config, checkpoints, output)
         watchdog = stack.enter_context(platform.Watchdog(config.platform.watchdog, folder))
         trainer = _trainer(config, corpus, metrics, checkpoints, stop, watchdog)

@@ -125,6 +125,9 @@ def test_help_of_a_preset_lists_fields_of_every_part(capsys):
         (["train", "quickstart", "--seed", "-1"], "seed -1 must lie in 0..4294967295"),
         (["train", "--resume", "nowhere"], "nowhere is not a run folder"),
         (["report", "nowhere"], "nowhere is not a run folder"),
+        (["train", "quickstart", "--out", "gs://b/run"], "set checkpoint.folder to 'gs://b/run'"),
+        (["train", "--resume", "gs://b/run"], "gs://b/run is no local path"),
+        (["report", "gs://b/run"], "gs://b/run is no local path"),
         (["data"], "geojax data knows only `prepare`, not 'nothing'"),
         (
             ["bench", "speed"],

@@ -166,6 +166,9 @@ BAD_PARTS = [
     (EvalConfig, {"batch": 0}, "eval.batch 0 must be at least 1"),
     (CheckpointConfig, {"every_rounds": -1}, "every_rounds -1 must be at least 0"),
     (CheckpointConfig, {"keep": 0}, "keep 0 must be at least 1"),
+    (CheckpointConfig, {"folder": "s3://b/runs"}, "s3:// is not known; .* use gs://BUCKET/PATH"),
+    (CheckpointConfig, {"folder": "gs:/b/runs"}, "must be gs://BUCKET/PATH or an absolute path"),
+    (CheckpointConfig, {"folder": "elsewhere"}, "must be gs://BUCKET/PATH or an absolute path"),
 ]
 
 

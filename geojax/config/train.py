@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from geojax.config.base import STRICT, require
+from geojax.config.folder import require_checkpoint_folder
 from geojax.config.own import check_form
 
 
@@ -201,6 +202,9 @@ class CheckpointConfig:
     """Rounds between saves; 0: only at the end and on SIGTERM."""
     keep: int = 2
     """Newest checkpoints kept."""
+    folder: str = ""
+    """Where the run's checkpoints lie, of slices in slices/NAME below it: gs://BUCKET/PATH (needs
+    the extra gcs) or an absolute path; unset: in the run's folder."""
 
     def __post_init__(self):
         require(
@@ -208,3 +212,5 @@ class CheckpointConfig:
             f"checkpoint.every_rounds {self.every_rounds} must be at least 0",
         )
         require(self.keep >= 1, f"checkpoint.keep {self.keep} must be at least 1")
+        if self.folder:
+            require_checkpoint_folder(self.folder)

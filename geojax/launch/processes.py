@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from geojax.config import ConfigError, GrpcConfig, RunConfig, RunError, require
+from geojax.config.folder import require_local
 from geojax.runs import alone, prepare, stop_on_signals
 from geojax.track.console import RunConsole
 from geojax.track.metrics import MetricsWriter, check_records, read_records, write_atomically
@@ -36,12 +37,13 @@ def with_grpc(config: RunConfig) -> RunConfig:
 
 def fingerprint(config: RunConfig) -> str:
     """Of what all slices of a run must share: all but addresses, the platform, in how many
-    processes a slice is, and where the text is."""
+    processes a slice is, and where the text and the checkpoints are."""
     same = replace(
         config,
         grpc=replace(config.grpc, **{name: getattr(GrpcConfig, name) for name in _OF_ONE_PROCESS}),
         platform=type(config.platform)(),
         data=replace(config.data, source=type(config.data.source)()),
+        checkpoint=replace(config.checkpoint, folder=""),
         slices=tuple(replace(s, processes=1) for s in config.slices),
     )
     text = TypeAdapter(RunConfig).dump_json(same).decode() + version("geojax")
@@ -97,6 +99,7 @@ def take_part(
     names = [s.name for s in config.slices]
     require(name in names, f"the run has no slice {name!r}; it has {', '.join(names)}")
     require_address(coordinator)
+    require_local(folder)
     index = names.index(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,8 +120,10 @@ def take_part(
         from geojax.geomesh.slice_trainer import SliceTrainer
         from geojax.geomesh.wan.member import Member
         from geojax.train.checkpoint import Checkpoints
+        from geojax.train.storage import checkpoint_folder
 
-        checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", config.checkpoint))
+        place = checkpoint_folder(config.checkpoint, folder, name)
+        checkpoints = stack.enter_context(Checkpoints(place, config.checkpoint))
         corpus = prepare(config, checkpoints, output)
         watchdog = stack.enter_context(platform.Watchdog(config.platform.watchdog, folder))
         trainer = SliceTrainer(config, index, corpus, checkpoints, watchdog)

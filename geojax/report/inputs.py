@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from geojax.config import ConfigError, require
+from geojax.config.folder import require_local
 from geojax.report.plans import plan_blocks
 from geojax.report.results import read_results
 from geojax.track.report import Comparison, compare, sections_of
@@ -48,6 +49,7 @@ def read_inputs(paths: Sequence[str], target: float | None, wait: bool) -> Input
     require(paths, "there is nothing to report; give at least one run folder or file of results")
     runs, results, waiting = [], [], []
     for path in map(Path, paths):
+        require_local(path)
         if path.is_file():
             results.append(read_results(path))
             continue

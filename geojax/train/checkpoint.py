@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of everything a run needs to go on, through Orbax.
 
-Invariant: a checkpoint appears whole or not at all (Orbax renames it into place when it is
-written), and the newest one that is still as it was written (geojax.train.checksums) is what a run
-resumes from. Saving goes on in the background; the arrays handed over are copied first, so the run
-may change its own.
+Invariant: a checkpoint appears whole or not at all (geojax.train.storage), and the newest one that
+is still as it was written (geojax.train.checksums) is what a run resumes from. Saving goes on in
+the background; the arrays handed over are copied first, so the run may change its own.
 """
 
 import errno
@@ -13,7 +12,6 @@ import sys
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from itertools import chain, count
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,8 +21,10 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from geojax.config import CheckpointConfig, ConfigError, RunError, require
+from geojax.runs import read_config
 from geojax.train.agree import first_chooses
 from geojax.train.checksums import damage, has_sums, write_sums
+from geojax.train.storage import Folder, checkpoint_root, holds_any, reading, set_aside
 
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax narrates; its errors are raised too
 
@@ -37,24 +37,26 @@ _PROMPT = ocp.options.AsyncOptions(create_directories_asynchronously=False)
 class Checkpoints:
     """The checkpoints of one run folder, oldest first; numbered by save."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig, reads_only: bool = False):
+    def __init__(self, folder: Folder, config: CheckpointConfig, reads_only: bool = False):
         """`folder` is made if need be. `reads_only`: leave it as it is, since a run may write it.
 
         RunError where no checkpoint of several, or the only one, is as it was written.
         """
         newest: Any = ocp.training.preservation_policies.LatestN(config.keep)
-        self._checkpointer = ocp.training.Checkpointer(
-            str(folder.resolve()),
-            context=ocp.Context(async_options=_PROMPT),
-            preservation_policy=newest,
-            cleanup_tmp_directories=not reads_only,
-        )
-        self._folder = folder.resolve()
+        self._folder = folder.resolve() if isinstance(folder, Path) else folder
+        with reading(self._folder):
+            self._checkpointer = ocp.training.Checkpointer(
+                str(self._folder),
+                context=ocp.Context(async_options=_PROMPT),
+                preservation_policy=newest,
+                cleanup_tmp_directories=not reads_only,
+            )
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checksums")
         self._summed: Future[None] | None = None
         """Of the last save: that it is on disk, and its sums too."""
         try:
-            self._step = self._find_whole(reads_only)
+            with reading(self._folder):
+                self._step = self._find_whole(reads_only)
         except BaseException:
             self._checkpointer.close()
             raise
@@ -161,6 +163,8 @@ class Checkpoints:
                 self._checkpointer.load(step)
             facts = self._checkpointer.metadata(step).custom_metadata
         except Exception as error:  # whatever the storage raises
+            if not isinstance(folder, Path):
+                raise  # it may be the network
             return f"it cannot be read: {' '.join(str(error).split())[:120]}"
         return "" if facts else "it says nothing of its run"
 
@@ -168,15 +172,14 @@ class Checkpoints:
         for step, why in damaged.items():
             place, fate = self._folder / str(step), "it is left out"
             if not reads_only and good >= 0:
-                aside = _unused(place.with_name(f"{step}.damaged"))
                 try:
-                    place.rename(aside)
-                except OSError as error:
+                    fate = f"it is now {set_aside(place)}"
+                except Exception as error:  # whatever the storage raises
                     raise RunError(
                         f"checkpoint {place} is damaged ({why}) and cannot be set aside: "
-                        f"{error.strerror}; make its folder writable, or remove it"
+                        f"{getattr(error, 'strerror', None) or error}; make its folder writable, "
+                        "or remove it"
                     ) from error
-                fate = f"it is now {aside.name}"
             ahead = f", and checkpoint {good} is used in its place" if good >= 0 else ""
             print(
                 f"geojax: warning: checkpoint {place} is damaged ({why}); {fate}{ahead}",
@@ -191,19 +194,15 @@ class Checkpoints:
             reason = " ".join(str(error).split())[:200]
             refused = isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES)
             fix = "make it writable" if refused else "make room"
+            if not isinstance(self._folder, Path):
+                fix = "see to the network and to what these credentials may do"
             raise RunError(
                 f"a checkpoint could not be written to {self._checkpointer.directory}: {reason}; "
                 f"those before it are whole: {fix}, then go on with `geojax train --resume`"
             ) from error
 
 
-def _unused(path: Path) -> Path:
-    """`path`, or with a number behind it where there is something by that name."""
-    numbered = (path.with_name(f"{path.name}{n}") for n in count(2))
-    return next(p for p in chain([path], numbered) if not p.exists())
-
-
-def _finish(response: Any, folder: Path) -> None:
+def _finish(response: Any, folder: Folder) -> None:
     """Wait until a checkpoint is on disk, and write its sums."""
     if response is not None:
         response.result()
@@ -216,13 +215,15 @@ def read_params(run: Path) -> tuple[Any, dict[str, Any]]:
 
     Host arrays, layers in the model's order. ConfigError where there is no checkpoint.
     """
-    folders = [run / "checkpoints", *sorted(run.glob("slices/*/checkpoints"))]
-    there = [folder for folder in folders if folder.is_dir() and any(folder.iterdir())]
+    path = run / "config.json"
+    config = read_config(path).checkpoint if path.is_file() else CheckpointConfig()
+    root = checkpoint_root(config, run)
+    folders = [root / "checkpoints", *sorted(root.glob("slices/*/checkpoints"))]
     with ExitStack() as stack:
         opened, refused = [], None
-        for folder in there:
+        for folder in filter(holds_any, folders):
             try:
-                found = Checkpoints(folder, CheckpointConfig(), reads_only=True)
+                found = Checkpoints(folder, config, reads_only=True)
             except RunError as error:  # of one slice; another may do
                 refused = error
                 continue
