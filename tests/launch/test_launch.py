@@ -91,7 +91,8 @@ def test_a_slice_that_cannot_keep_checkpoints_says_where(tmp_path, capsys):
 
 def test_a_coordinator_names_a_record_that_it_cannot_go_on_from(tmp_path, capsys):
     save_config(load_config("demo-geomesh"), tmp_path / "config.json")
-    lines = ['{"kind": "start"}', '{"kind": "round", "round": 1, "tokens": 2, "round_seconds": 3}']
+    start = '{"kind": "start", "method": "m", "clock": "modelled", "seed": 0}'
+    lines = [start, '{"kind": "round", "round": 1, "tokens": 2, "round_seconds": 3}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert main(["coordinator", "--resume", str(tmp_path)]) == 2
     assert "metrics.jsonl:2 is a record of kind round, and its 'seconds'" in capsys.readouterr().err
