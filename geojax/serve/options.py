@@ -2,6 +2,7 @@
 """What a server is told at its start. Limits are the server's; requests may ask for less."""
 
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 
@@ -116,4 +117,11 @@ def check(options: ServeOptions) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
+    """Whether it is an address of this machine, or localhost. No other name is: whoever owns one,
+    such as 127.evil.example, says where it leads."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

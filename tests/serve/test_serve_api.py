@@ -220,9 +220,32 @@ def test_bodies_that_are_none_are_refused(quick, kwargs, status):
     assert found.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8000", 200),
+        ("127.9.9.9", 200),
+        ("LocalHost:1", 200),
+        ("[::1]:8000", 200),
+        ("evil.example:8000", 403),
+        # Names that somebody else may own, and lead here.
+        ("127.evil.example:8000", 403),
+        ("127.0.0.1.evil.com", 403),
+        ("localhost.evil.com", 403),
+        ("127.0.0.1@evil.com", 403),
+        ("evil.com@127.0.0.1", 403),
+        ("[::1]evil.com", 403),
+        ("::1", 403),
+        ("10.0.0.1", 403),
+        ("", 403),
+    ],
+)
+def test_only_names_of_this_machine_are_answered(quick, host, status):
+    found = httpx2.get(quick.url + "/v1/models", headers={"Host": host})
+    assert found.status_code == status
+
+
 def test_other_sites_cannot_ask_through_a_browser(quick):
-    found = httpx2.get(quick.url + "/v1/models", headers={"Host": "evil.example:8000"})
-    assert found.status_code == 403
     found = httpx2.options(
         quick.url + "/v1/completions",
         headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"},

@@ -59,8 +59,14 @@ def test_files_that_mean_nothing_are_refused_and_show_no_key(tmp_path, text, mes
     assert "same-0123" not in str(caught.value)
 
 
-def test_other_machines_are_answered_with_keys_only(path):
-    with pytest.raises(ConfigError, match=r"'0\.0\.0\.0' can be reached from other machines"):
-        check(ServeOptions(path, host="0.0.0.0"))
-    check(ServeOptions(path, host="0.0.0.0", keys=path))
-    check(ServeOptions(path, host="0.0.0.0", open=True))
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "127.evil.example", "127.0.0.1.evil.com"])
+def test_other_machines_are_answered_with_keys_only(path, host):
+    with pytest.raises(ConfigError, match=f"'{host}' can be reached from other machines"):
+        check(ServeOptions(path, host=host))
+    check(ServeOptions(path, host=host, keys=path))
+    check(ServeOptions(path, host=host, open=True))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])
+def test_this_machine_needs_no_key(path, host):
+    check(ServeOptions(path, host=host))
