@@ -117,15 +117,11 @@ class Choice:
             "queue_seconds": round(waited, 6),
         }
 
-    def close(self, metrics: Metrics) -> None:
-        """Nobody reads it any more; once."""
+    def close(self, metrics: Metrics, end: str) -> None:
+        """Nobody reads it any more; once. `end`: stop or length where its client was told so; error
+        where an error was told, or abort where nothing was."""
         self.ticket.gone = True
-        metrics.on_end(self.ticket, self.outcome, self.tokens if self.finish else 0)
-
-    @property
-    def outcome(self) -> str:
-        """stop, length, error, or abort where its reader went away."""
-        return self.finish or ("error" if self.ticket.view.error else "abort")
+        metrics.on_end(self.ticket, end, self.tokens if end in ("stop", "length") else 0)
 
 
 async def changes(
