@@ -2,7 +2,7 @@
 """The HTTP interface: routes, and errors of one shape.
 
 Invariant: whatever a client sends, the answer is an answer or an error in OpenAI's shape, and an
-error of status 5xx is the server's fault.
+error of status 5xx is the server's fault, but for 504 where a request gave itself too little time.
 """
 
 import time

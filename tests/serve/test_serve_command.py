@@ -169,7 +169,7 @@ def test_sigterm_under_load_answers_what_was_accepted(start, folder, tmp_path):
 
 @pytest.mark.runs
 def test_a_warm_up_shows_how_far_it_is_and_can_be_stopped(start, folder):
-    args = ["--pace.rows", "2", "--warm-prefix", "64", "--warm-suffix", "64"]
+    args = ["--pace.rows", "2", "--warm-prefix", "16", "--warm-suffix", "32"]
     served = start(str(folder), *args)
     wait_until(lambda: httpx2.get(served.url + "/ready").status_code == 200, 300)
     assert re.search(r"warming up: batches of up to 2: 2 of 2 sizes", served.text)
