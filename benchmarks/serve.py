@@ -49,6 +49,13 @@ from geojax.serve.tenants import Tenants
 from geojax.track.environment import machine
 
 VOCAB, MASK, EOS = 4096, 4095, 4094
+ASKED = {
+    "server / engine": (">=", 0.9),
+    "server / no reuse": (">", 1.0),
+    "server / one after another": (">", 1.0),
+    "HTTP and scheduling, ms": ("<=", 5.0),
+}
+"""Of medians, by the name of a figure."""
 CONFIG = TransformerConfig(
     vocab_size=VOCAB, dim=128, layers=6, heads=4, kv_heads=4, mlp_dim=352, bidirectional=True
 )
@@ -137,8 +144,20 @@ def overhead(pairs: int) -> None:
         served.stop()
     for name, column in zip(("wall clock", "processor"), np.array(found).T, strict=True):
         low, middle, high = np.percentile(column, [25, 50, 75])
-        print(f"HTTP and scheduling add {middle:.1f} ms of the {name} ({low:.1f}-{high:.1f})")
+        said = verdict("HTTP and scheduling, ms", middle)
+        print(
+            f"HTTP and scheduling add {middle:.1f} ms of the {name} ({low:.1f}-{high:.1f}); {said}"
+        )
     print(f"median and quartiles of {pairs} pairs, measured clock, {machine()}")
+
+
+def verdict(name: str, value: float) -> str:
+    """What was asked of a figure, and whether it is so."""
+    if name not in ASKED:
+        return ""
+    sign, bound = ASKED[name]
+    met = {">=": value >= bound, ">": value > bound, "<=": value <= bound}[sign]
+    return f"asked: {sign} {bound:g}, {'met' if met else 'NOT met'}"
 
 
 def jobs(count: int, seed: int, tokens: int = TOKENS, steps: int = STEPS) -> list[Job]:
@@ -205,7 +224,9 @@ def main() -> None:
         served.stop()
     print(f"{many} clients, one prefix of {PREFIX} tokens, {SUFFIX} of their own, {TOKENS} new")
     for name, values in found.items():
-        print(f"{name:<45}{median(values):8.2f}   {min(values):.2f}-{max(values):.2f}")
+        middle = median(values)
+        spread = f"{min(values):.2f}-{max(values):.2f}"
+        print(f"{name:<45}{middle:8.2f}   {spread:<16}{verdict(name, middle)}")
     print(f"median and range of {options.rounds} rounds, measured clock, {machine()}")
 
 

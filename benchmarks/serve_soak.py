@@ -4,9 +4,11 @@
     python benchmarks/serve_soak.py [--seconds 600] [--seed 0]
 
 The server is a process of its own with a small random model. Its capacity is measured first; then
-requests arrive at twice that rate, whatever becomes of them. Fails (exit code 1) where a request is
-stuck, an answer is neither an answer nor an error of the client's making, the server's counts are
-not the clients', or its memory grows by more than 5 % after the first third.
+requests arrive at twice that rate, whatever becomes of them. Tokens are long words, so that a slow
+reader's canvases do not fit into what sockets hold. Fails (exit code 1) where a request is stuck,
+an answer is neither an answer nor an error of the client's making, the server's counts are not the
+clients', it never had to wait for a slow reader, or its memory grows by more than 5 % after the
+first third.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import asyncio
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -29,6 +32,8 @@ import httpx2
 from geojax.track.environment import machine
 
 LONGEST_SECONDS = 60.0  # until whoever has no answer is stuck
+WORD = 2000  # characters of a token
+WAITED_SECONDS = 0.1  # for a reader to take an event: it is slow
 KINDS = {"whole": 30, "stream": 30, "leaves": 15, "slow": 8, "late": 5, "broken": 7, "huge": 5}
 BROKEN = [b"", b"{", b"[1]", b'{"prompt": 3}', b'{"prompt": "a", "max_tokens": -1}', b"\xff\x00"]
 JSON = {"Content-Type": "application/json"}
@@ -60,7 +65,9 @@ def serve() -> None:
         vocab_size=264, dim=32, layers=2, heads=2, kv_heads=2, mlp_dim=64, bidirectional=True
     )
     words = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({f"w{i}": i for i in range(256)}, unk_token="w0")
+        tokenizers.models.WordLevel(
+            {f"w{i}".ljust(WORD, "-"): i for i in range(256)}, unk_token="w0".ljust(WORD, "-")
+        )
     )
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     special = SpecialTokens(256, 257, 257)
@@ -70,16 +77,33 @@ def serve() -> None:
         engine = Engine(model.sampler(), get_policy("bicache", 8), sizes, Depths(((0.0, 1),)))
         metrics = Metrics("soak")
         loop = EngineLoop(engine, Pace(rows=2, queue=16), metrics)
-        limits = Limits(tokens=64, stall_seconds=5.0)
+        limits = Limits(tokens=64)
         service = Service("soak", Prompts(model), loop, limits, metrics)
         listening = listen("127.0.0.1", 0, limits.stall_seconds)
-        server = Server(make_app(service, Tenants(), 60.0, True), loop, 20.0)
+        waits = Waits(make_app(service, Tenants(), 60.0, True))
+        server = Server(waits, loop, 20.0)
         print(f"http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
         loop.start(lambda say: _warm(engine))
         asyncio.run(server.serve([listening]))
         engine.check_books()
         assert engine.kv.taken == engine.store.kv_pages, "a request's pages were not given back"
-        loop.stop()
+        loop.stop(10.0)
+        print(waits.count, flush=True)
+
+
+class Waits:
+    """An application whose sends are timed."""
+
+    def __init__(self, app):
+        self._app, self.count = app, 0
+
+    async def __call__(self, scope, receive, send) -> None:
+        async def timed(message) -> None:
+            began = time.monotonic()
+            await send(message)
+            self.count += time.monotonic() - began > WAITED_SECONDS
+
+        await self._app(scope, receive, timed)
 
 
 def _warm(engine) -> None:
@@ -92,7 +116,7 @@ class Clients:
     def __init__(self, url: str, seed: int):
         self.random, self.url = random.Random(seed), url
         self.statuses: Counter[int] = Counter()
-        self.answers = self.tokens = self.unknown = self.sent = 0
+        self.answers = self.tokens = self.given = self.unknown = self.sent = 0
         self.faults: list[str] = []
         self.client = httpx2.AsyncClient(
             base_url=url,
@@ -101,15 +125,18 @@ class Clients:
         )
 
     def body(self, kind: str) -> dict:
-        words = [f"w{self.random.randrange(4)}"] * 32  # one of four shared prefixes
-        words += [f"w{self.random.randrange(256)}" for _ in range(self.random.randint(1, 8))]
-        found = {"prompt": " ".join(words), "max_tokens": self.random.randint(1, 24)}
+        ids = [self.random.randrange(4)] * 32  # one of four shared prefixes
+        ids += [self.random.randrange(256) for _ in range(self.random.randint(1, 8))]
+        found = {"prompt": ids, "max_tokens": self.random.randint(1, 24)}
         found |= {"seed": self.random.randrange(1000), "ignore_eos": True, "steps": 8}
         found |= {"prefix_tokens": 32, "exact": self.random.random() < 0.1}
         if kind == "late":
             found["deadline_seconds"] = 0.05
         if kind in ("stream", "slow", "leaves"):
-            found |= {"stream": True, "stream_options": {"include_usage": True}}
+            options = {"include_usage": True, "include_snapshots": kind == "slow"}
+            found |= {"stream": True, "stream_options": options}
+        if found["exact"]:
+            del found["prefix_tokens"]
         return found
 
     async def one(self, kind: str) -> None:
@@ -119,7 +146,7 @@ class Clients:
                 await self._one(kind)
         except TimeoutError:
             self.faults.append(f"{kind}: stuck")
-        except httpx2.HTTPError as error:
+        except (httpx2.HTTPError, OSError) as error:
             self.faults.append(f"{kind}: {error!r}")
 
     async def _one(self, kind: str) -> None:
@@ -134,8 +161,36 @@ class Clients:
             self._note(kind, response.status_code, allowed)
             if response.status_code == 200:
                 self._count(response.json()["usage"])
+        elif kind == "slow":
+            await self._slow()
         else:
             await self._stream(kind)
+
+    async def _slow(self) -> None:
+        """Takes little at a time, from a connection that holds little."""
+        host, _, port = self.url.removeprefix("http://").partition(":")
+        connection = socket.socket()
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        loop = asyncio.get_running_loop()
+        body = json.dumps(self.body("slow") | {"max_tokens": 24, "steps": 24}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
+        with connection:
+            await loop.sock_connect(connection, (host, int(port)))
+            head += "Content-Type: application/json\r\nConnection: close\r\n\r\n"
+            await loop.sock_sendall(connection, head.encode() + body)
+            found = b""
+            while part := await loop.sock_recv(connection, 4096):
+                found += part
+                await asyncio.sleep(0.1 * self.random.random())
+        status = int(found.split(b" ", 2)[1])
+        self._note("slow", status, {200, 429})
+        if status == 200:
+            lines = [line[6:] for line in found.split(b"\n") if line.startswith(b"data: ")]
+            if lines[-1] == b"[DONE]":
+                self._count(json.loads(lines[-2])["usage"])
+            else:
+                self.faults.append("slow: the stream ended early")
 
     async def _stream(self, kind: str) -> None:
         leave_at = self.random.choice([0, 1, 2]) if kind == "leaves" else None
@@ -156,8 +211,6 @@ class Clients:
                     self.statuses[200] -= 1
                     self.unknown += 1
                     return
-                if kind == "slow":
-                    await asyncio.sleep(self.random.random())
                 ended = line == "data: [DONE]"
                 usage = (not ended and json.loads(line[6:]).get("usage")) or usage
             if not ended or not usage:
@@ -173,6 +226,7 @@ class Clients:
     def _count(self, usage: dict) -> None:
         self.answers += 1
         self.tokens += usage["completion_tokens"]
+        self.given += usage["prompt_tokens"]
 
     async def metrics(self) -> dict[str, float]:
         """Sums by name, and by name and reason or status."""
@@ -252,9 +306,12 @@ def compare(clients: Clients, found: dict[str, float]) -> list[str]:
         theirs = found[f'geojax_refused_total"{status}"']
         if theirs != clients.statuses[status]:
             wrong.append(f"{theirs:.0f} refused with {status}, {clients.statuses[status]} seen")
-    new = found["vllm:generation_tokens_total"]
-    if not clients.tokens <= new <= clients.tokens + 24 * clients.unknown:
-        wrong.append(f"{new:.0f} new tokens for the server, {clients.tokens} for clients")
+    for name, theirs, most in (
+        ("vllm:generation_tokens_total", clients.tokens, 24),
+        ("vllm:prompt_tokens_total", clients.given, 40),
+    ):
+        if not theirs <= found[name] <= theirs + most * clients.unknown:
+            wrong.append(f"{name} is {found[name]:.0f} for the server, {theirs} for clients")
     return wrong
 
 
@@ -281,6 +338,10 @@ def main() -> int:
     finally:
         server.terminate()
         code = server.wait(60)
+    waits = int(server.stdout.read() or 0)
+    print(f"the server waited {waits} times over {WAITED_SECONDS} s for a reader")
+    if not waits:
+        faults.append("no reader was slow enough to be waited for")
     if code:
         faults.append(f"the server ended with exit code {code}")
     print(f"measured clock, {machine()}")

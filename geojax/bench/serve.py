@@ -14,8 +14,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx2
@@ -23,8 +24,9 @@ import numpy as np
 import tyro
 from rich.console import Console
 
+from geojax.bench.serve_client import Sent, send
 from geojax.bench.serve_table import load_table
-from geojax.config import ConfigError, require
+from geojax.config import ConfigError, RunError, require
 from geojax.track.environment import machine
 from geojax.track.metrics import NewFile, to_json, write_atomically
 
@@ -45,7 +47,7 @@ class LoadOptions:
     burstiness: float = 1.0
     """1: a Poisson process; less: more in bursts (gamma-distributed gaps)."""
     concurrency: int | None = None
-    """Most at a time; later ones wait at the client."""
+    """Most at a time; later ones wait at the client. Unset: no bound."""
     prefixes: int = 10
     """Different shared prefixes."""
     prefix_tokens: int = 256
@@ -68,7 +70,18 @@ class LoadOptions:
     def __post_init__(self):
         require(self.requests >= 1, f"requests {self.requests} must be at least 1")
         require(self.rate > 0, f"rate {self.rate} must be above 0; inf: all at once")
-        require(self.burstiness > 0, f"burstiness {self.burstiness} must be above 0")
+        require(
+            0 < self.burstiness < math.inf, f"burstiness {self.burstiness} must be above 0, finite"
+        )
+        require(
+            self.concurrency is None or self.concurrency >= 1,
+            f"concurrency {self.concurrency} must be at least 1; leave it unset for no bound",
+        )
+        require(
+            self.steps is None or self.steps >= 1,
+            f"steps {self.steps} must be at least 1; leave them unset for the server's choice",
+        )
+        require(self.seed >= 0, f"seed {self.seed} must be 0 or more")
         require(self.prefixes >= 1, f"prefixes {self.prefixes} must be at least 1")
         require(0 <= self.shared <= 1, f"shared {self.shared} must lie in [0, 1]")
         require(
@@ -77,34 +90,19 @@ class LoadOptions:
         )
 
 
-@dataclass
-class Sent:
-    """A request as its client saw it; times in seconds since it was sent."""
-
-    status: int = 0
-    first: float = math.nan
-    """Until its first text."""
-    whole: float = math.nan
-    gaps: list[float] = field(default_factory=list)
-    """Between chunks of text."""
-    given: int = 0
-    cached: int = 0
-    new: int = 0
-    error: str = ""
-
-    @property
-    def good(self) -> bool:
-        return self.status == 200 and not self.error
-
-
 def run_load(options: LoadOptions) -> dict[str, Any]:
-    """Send all, wait for all, print. ConfigError where there is no server."""
+    """Send all, wait for all, print. ConfigError where there is no server, RunError where it
+    answered none."""
     figures = asyncio.run(load(options))
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     console.print(load_table(figures))
+    for line in failures(figures):
+        console.print(line, soft_wrap=True)
     if options.json:
         write_atomically(options.json, json.dumps(to_json(figures), indent=2) + "\n")
         console.print(f"wrote {options.json}", soft_wrap=True)
+    if not figures["completed"]:
+        raise RunError(f"none of {options.requests} requests was answered; see their errors above")
     return figures
 
 
@@ -116,13 +114,13 @@ async def load(options: LoadOptions) -> dict[str, Any]:
     ) as client:
         model = await _model(client, options.url)
         prompts = make_prompts(options, model.get("vocab_size"), model.get("mask_id"))
-        gate = asyncio.Semaphore(options.concurrency or options.requests)
+        gate = asyncio.Semaphore(options.concurrency or options.requests)  # unset: no bound
         began = time.perf_counter()
 
         async def one(prompt: list[int] | str, at: float) -> Sent:
             await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
             async with gate:
-                return await send(client, prompt, model["id"], options)
+                return await send(client, body_of(prompt, model["id"], options))
 
         times = arrivals(options)
         sent = await asyncio.gather(*(one(p, at) for p, at in zip(prompts, times, strict=True)))
@@ -169,10 +167,7 @@ def make_prompts(
     return prompts
 
 
-async def send(
-    client: httpx2.AsyncClient, prompt: list[int] | str, model: str, options: LoadOptions
-) -> Sent:
-    """One stream, read to its end."""
+def body_of(prompt: list[int] | str, model: str, options: LoadOptions) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": model,
         "prompt": prompt,
@@ -186,35 +181,7 @@ async def send(
         body["steps"] = options.steps
     if options.exact:
         body["exact"] = True
-    found, began = Sent(), time.perf_counter()
-    last = began
-    try:
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            found.status = response.status_code
-            if found.status != 200:
-                found.error = (await response.aread()).decode("utf-8", "replace")[:200]
-                return found
-            async for line in response.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    found.error = str(chunk["error"])[:200]
-                if any(choice["text"] for choice in chunk.get("choices", ())):
-                    now = time.perf_counter()
-                    if math.isnan(found.first):
-                        found.first = now - began
-                    else:
-                        found.gaps.append(now - last)
-                    last = now
-                if usage := chunk.get("usage"):
-                    found.given, found.new = usage["prompt_tokens"], usage["completion_tokens"]
-                    details = usage.get("prompt_tokens_details") or {}
-                    found.cached = details.get("cached_tokens") or 0
-    except httpx2.HTTPError as error:
-        found.error = repr(error)[:200]
-    found.whole = time.perf_counter() - began
-    return found
+    return body
 
 
 def figures_of(
@@ -257,6 +224,16 @@ def figures_of(
     found["clock"], found["machine"] = "measured", machine()
     found["requests"] = [vars(s) for s in sent]
     return found
+
+
+def failures(figures: Mapping[str, Any]) -> list[str]:
+    """A line for each status and reason of requests that were not answered, the most frequent
+    first."""
+    kinds = Counter((r["status"], r["error"]) for r in figures["requests"] if r["error"])
+    return [
+        f"{count} not answered, {f'status {status}' if status else 'no response'}: {error}"
+        for (status, error), count in kinds.most_common()
+    ]
 
 
 def _codes(sent: Sequence[Sent]) -> list[int]:

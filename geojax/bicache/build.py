@@ -118,13 +118,17 @@ class Builds:
         name = f"canvas {masks}" if masks else self.builder
         return self._store.acquire(segments, job.salt, name, partial(self._fill, masks))
 
-    def warm(self, prefix: int, suffix: int, segments: int) -> None:
-        """Compile what prefixes of up to so many tokens need, before suffixes of up to so many."""
+    def warm(
+        self, prefix: int, suffix: int, segments: int, between: Callable[[], None] = lambda: None
+    ) -> None:
+        """Compile what prefixes of up to so many tokens need, before suffixes of up to so many.
+        `between`: called before each program, and may raise."""
         longest = pages_of(prefix, self._memory.page)
         for own in page_buckets(longest)[1:]:
             # What lies behind is a token less, at least, in a segment less.
             for behind in page_buckets(longest + segments - 2) if segments > 1 else [0]:
                 for room in sorted({self._room(self._masks(n)) for n in range(1, suffix + 1)}):
+                    between()
                     self._run(own, behind, room, 0, None)
 
     def _masks(self, suffix: int) -> int:

@@ -320,12 +320,19 @@ class Engine:
         )
 
     def warm(
-        self, rows: Sequence[int], prefix: int, suffix: int, block: int, segments: int = 1
+        self,
+        rows: Sequence[int],
+        prefix: int,
+        suffix: int,
+        block: int,
+        segments: int = 1,
+        between: Callable[[], None] = lambda: None,
     ) -> float:
         """Compile what requests within these sizes need, and the seconds that it took.
 
         `rows`: sizes of batches; `prefix`, `suffix`: most tokens of a prefix, and of what follows
-        it; `block`: the widest; `segments`: most segments of a prefix, each of whole pages.
+        it; `block`: the widest; `segments`: most segments of a prefix, each of whole pages;
+        `between`: called before each program, and may raise.
         """
         started = time.perf_counter()
         reuses = prefix and self.policy.name != "none"
@@ -333,12 +340,14 @@ class Engine:
         watched = bool(self.policy.shared and self.guard and self.guard.least)
         shapes = list(shapes_within(rows, most, suffix, block))
         for shape in shapes:
+            between()
             self._call(shape, [], False, 1)
         if watched:
             for shape in sorted({shape.looking for shape in shapes if shape.prefix_pages}):
+                between()
                 self._call(shape, [], True, 1)
         if self.policy.shared and reuses:
-            self._builds.warm(prefix, suffix, segments)
+            self._builds.warm(prefix, suffix, segments, between)
         return time.perf_counter() - started
 
     def check_books(self, slots: Sequence[Slot] = ()) -> None:

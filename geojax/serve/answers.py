@@ -50,20 +50,27 @@ class Choice:
         if view.error:
             raise view.error
         text, self.tokens = self.prompts.decode(view.tokens), len(view.tokens)
-        stop = min((at for s in self.stops if (at := text.find(s)) >= 0), default=-1)
-        if stop >= 0:
+        if not view.finish:
+            text = text.rstrip(_BROKEN)
+        stop = self._stop(text)
+        if stop is not None:
             text, self.finish = text[:stop], "stop"
             self.tokens = self._tokens_until_stop(view)
             self.ticket.gone = True
         elif view.finish:
             self.finish = view.finish
         else:
-            text = text.rstrip(_BROKEN)
             text = text[: len(text) - self._open_stop(text)]
         if not self.finish and not text.startswith(self.text):
             return ""  # a decoder that changes what it said before
         new, self.text = text[len(self.text) :], text
         return new
+
+    def _stop(self, text: str) -> int | None:
+        """Where the stop string begins that ends first, of those the longest: the first that a
+        reader of single characters would see, however many come at once."""
+        ends = ((at + len(s), at) for s in self.stops if (at := text.find(s)) >= 0)
+        return min(ends, default=(0, None))[1]
 
     def _open_stop(self, text: str) -> int:
         """Characters at the end that may begin a stop string."""
@@ -76,6 +83,7 @@ class Choice:
         while low < high:
             middle = (low + high) // 2
             text = self.prompts.decode(view.tokens[:middle])
+            text = text if view.finish and middle == len(view.tokens) else text.rstrip(_BROKEN)
             low, high = (low, middle) if any(s in text for s in self.stops) else (middle + 1, high)
         return low
 
@@ -109,15 +117,11 @@ class Choice:
             "queue_seconds": round(waited, 6),
         }
 
-    def close(self, metrics: Metrics) -> None:
-        """Nobody reads it any more; once."""
+    def close(self, metrics: Metrics, end: str) -> None:
+        """Nobody reads it any more; once. `end`: stop or length where its client was told so; error
+        where an error was told, or abort where nothing was."""
         self.ticket.gone = True
-        metrics.on_end(self.ticket, self.outcome, self.tokens if self.finish else 0)
-
-    @property
-    def outcome(self) -> str:
-        """stop, length, error, or abort where its reader went away."""
-        return self.finish or ("error" if self.ticket.view.error else "abort")
+        metrics.on_end(self.ticket, end, self.tokens if end in ("stop", "length") else 0)
 
 
 async def changes(

@@ -2,7 +2,7 @@
 """The HTTP interface: routes, and errors of one shape.
 
 Invariant: whatever a client sends, the answer is an answer or an error in OpenAI's shape, and an
-error of status 5xx is the server's fault.
+error of status 5xx is the server's fault, but for 504 where a request gave itself too little time.
 """
 
 import time
@@ -14,11 +14,12 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from geojax.config import ConfigError
-from geojax.serve.errors import ApiError
+from geojax.serve.errors import ApiError, invalid
+from geojax.serve.exchange import Exchange
 from geojax.serve.guard import Guard
 from geojax.serve.page import HEADERS, PAGE
 from geojax.serve.protocol import ChatRequest, CompletionRequest
-from geojax.serve.service import Exchange, Service
+from geojax.serve.service import Service
 from geojax.serve.stream import EventStream, unless_gone
 from geojax.serve.tenants import Tenants
 
@@ -42,7 +43,7 @@ def make_app(
     @app.exception_handler(ApiError)
     async def refuse(request: Request, error: ApiError) -> Response:
         metrics.on_refused(error.status)
-        return JSONResponse(error.body, error.status, error.headers)
+        return _told(error)
 
     @app.exception_handler(ConfigError)
     async def refuse_config(request: Request, error: ConfigError) -> Response:
@@ -50,11 +51,7 @@ def make_app(
 
     @app.exception_handler(RequestValidationError)
     async def refuse_body(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"][1:] if isinstance(part, str | int))
-        return await refuse(
-            request, ApiError(400, f"{place or 'body'}: {first['msg']}", None, place)
-        )
+        return await refuse(request, invalid(error.errors()[0]))
 
     @app.exception_handler(HTTPException)
     async def refuse_http(request: Request, error: HTTPException) -> Response:
@@ -79,17 +76,28 @@ def make_app(
             return EventStream(exchange.events(), limits.stall_seconds, exchange.close)
         try:
             found = await unless_gone(exchange.whole(), request.receive)
+        except ApiError as error:
+            return _told(error)
         finally:
             exchange.close()
         return JSONResponse(found) if found else Response(status_code=499)
 
-    @app.get("/v1/models", responses=_ERRORS)
-    async def models() -> dict[str, Any]:
+    def _model() -> dict[str, Any]:
         model = {"id": service.name, "object": "model", "created": began, "owned_by": "geojax"}
         config, mask = service.prompts.model.config, service.prompts.model.mask_id
         model |= {"max_model_len": config.context or None}
-        model |= {"vocab_size": config.vocab_size, "mask_id": mask}
-        return {"object": "list", "data": [model]}
+        return model | {"vocab_size": config.vocab_size, "mask_id": mask}
+
+    @app.get("/v1/models", responses=_ERRORS)
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model()]}
+
+    @app.get("/v1/models/{name:path}", responses=_ERRORS)
+    async def model(name: str) -> dict[str, Any]:
+        if name != service.name:
+            message = f"no model is named {name!r} here; use {service.name!r}"
+            raise ApiError(404, message, "model_not_found", "model")
+        return _model()
 
     @app.get("/health", responses=_ERRORS)
     async def health() -> Response:
@@ -113,6 +121,10 @@ def make_app(
         return Response(PAGE, headers=HEADERS, media_type="text/html; charset=utf-8")
 
     return app
+
+
+def _told(error: ApiError) -> Response:
+    return JSONResponse(error.body, error.status, error.headers)
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {

@@ -7,6 +7,8 @@ that it does, and /ready once all sizes that were asked for are compiled.
 
 import asyncio
 import logging
+import os
+import socket
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +30,8 @@ from geojax.serve.server import Server, listen
 from geojax.serve.service import Service
 from geojax.serve.tenants import Tenants
 
+_JOIN_SECONDS = 5.0  # for the engine's thread, after the last response
+
 
 def run_serve(options: ServeOptions) -> None:
     """Serve until SIGTERM or SIGINT. ConfigError on bad input; RunError where the engine dies."""
@@ -35,9 +39,7 @@ def run_serve(options: ServeOptions) -> None:
 
     check(options)
     platform.apply(PlatformConfig())
-    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", level=logging.WARNING)
-    logging.getLogger("geojax.serve").setLevel(logging.INFO)
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False)
     tenants = Tenants(options.keys)
     model = load(options.model, DTYPES[options.dtype])
     require(
@@ -52,17 +54,41 @@ def run_serve(options: ServeOptions) -> None:
     local = is_loopback(options.host) and options.keys is None
     app = make_app(service, tenants, options.stuck_seconds, local)
     socket_ = listen(options.host, options.port, options.limits.stall_seconds)
-    host, port = socket_.getsockname()[:2]
-    console.print(f"{name} at http://{host}:{port}: {describe(engine, options)}", soft_wrap=True)
+    _log_to_stderr()
+    console.print(f"{name} at {url_of(socket_)}: {describe(engine, options)}", soft_wrap=True)
     say = partial(console.print, soft_wrap=True)
     loop.start(partial(warm, engine, options, say))
     server = Server(app, loop, options.drain_seconds)
     asyncio.run(server.serve([socket_]))
-    died = loop.state == "dead"
-    loop.stop()
-    if died:
-        raise RunError("the engine died; its error is in the log above")
-    console.print("stopped", soft_wrap=True)
+    hung = loop.stuck_for() > options.stuck_seconds
+    loop.stop(_JOIN_SECONDS)
+    if loop.finished:
+        if loop.state == "dead":
+            raise RunError("the engine died; its error is in the log above")
+        console.print("stopped", soft_wrap=True)
+        return
+    # A thread that is inside XLA while Python takes itself apart crashes the process.
+    console.print("stopped; a call of the engine was cut off", soft_wrap=True)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if hung else 0)
+
+
+def _log_to_stderr() -> None:
+    """Each line with its time, whatever handler a library has left before."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        format="%(asctime)s %(message)s",
+        level=logging.WARNING,
+        force=True,
+    )
+    logging.getLogger("geojax.serve").setLevel(logging.INFO)
+
+
+def url_of(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def make_engine(model: Model, options: ServeOptions) -> Engine:
@@ -99,16 +125,18 @@ def describe(engine: Engine, options: ServeOptions) -> str:
 def warm(
     engine: Engine, options: ServeOptions, say: Callable[[str], None], done: Callable[[str], None]
 ) -> None:
-    """Compile what batches of each size need. `done` is told how far it is, after each size."""
+    """Compile what batches of each size need. `done` is told how far it is, after each size and
+    before each program; it may raise."""
     if not options.warm:
         return
     most = power_of_two(options.pace.rows)
     counts = [1 << i for i in range(most.bit_length())]
-    total = 0.0
+    total, text = 0.0, ""
     for number, rows in enumerate(counts, 1):
         # A block is 32 wide unless a request asks for another; builds are of single requests.
         segments = 2 if rows == 1 else 1
-        total += engine.warm([rows], options.warm_prefix, options.warm_suffix, 32, segments)
+        prefix, suffix = options.warm_prefix, options.warm_suffix
+        total += engine.warm([rows], prefix, suffix, 32, segments, partial(done, text))
         text = f"batches of up to {rows}: {number} of {len(counts)} sizes, {total:.0f} s"
         say(f"warming up: {text}")
         done(text)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors as OpenAI's clients read them: a status, and a body of message, type, param and code."""
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
 INVALID, NO_KEY, TOO_MANY, OURS = (
@@ -9,6 +11,7 @@ INVALID, NO_KEY, TOO_MANY, OURS = (
     "rate_limit_error",
     "server_error",
 )
+_SHOWN = 60  # characters of a value that is wrong
 _TYPES = {401: NO_KEY, 429: TOO_MANY}
 
 
@@ -43,6 +46,28 @@ class ApiError(Exception):
         if self.status == 401:
             found["WWW-Authenticate"] = "Bearer"
         return found
+
+
+def invalid(error: Mapping[str, Any]) -> ApiError:
+    """Of an error of pydantic's about a body: the field, what it must be, and what it is."""
+    kind, place = error["type"], ".".join(str(part) for part in error["loc"][1:])
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {error['ctx']['error']}, character {place}")
+    if not place:
+        return ApiError(
+            400, "the body is no JSON object; send one, and Content-Type: application/json"
+        )
+    if kind == "missing":
+        return ApiError(400, f"{place}: it is missing, and is needed", None, place)
+    if kind == "extra_forbidden":
+        return ApiError(400, f"{place}: there is no such field; leave it out", None, place)
+    return ApiError(400, f"{place}: {error['msg']}; it is {_short(error['input'])}", None, place)
+
+
+def _short(value: Any) -> str:
+    """As JSON, and how it begins where it is long."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _whole(text: str) -> str:

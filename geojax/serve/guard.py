@@ -2,13 +2,13 @@
 """What is checked of a request before anything of it is read.
 
 Invariant: without a right key no byte of a body under /v1 is read; what is read is bounded in size
-and time. Where no key is asked for, a
-page of another site cannot make a browser ask (the Host header must name this machine, and bodies
-must say that they are JSON).
+and time. Where no key is asked for, a page of another site cannot make a browser ask (the Host
+header must name this machine, and bodies must say that they are JSON).
 """
 
 import asyncio
 import json
+import re
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,6 +18,7 @@ from geojax.serve.options import Limits, is_loopback
 from geojax.serve.tenants import Tenants
 
 _DROPPED = 8  # times the largest body
+_HOST = re.compile(r"(?:\[([\da-f:.]+)\]|([\w.-]+))(?::\d*)?")
 
 
 class Guard:
@@ -81,9 +82,7 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host = headers.get(b"host", "").rpartition("@")[2]
-        name = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
-        if self._local and not is_loopback(name.strip("[]").lower()):
+        if self._local and not _names_this_machine(headers.get(b"host", "")):
             raise ApiError(403, "this server answers to names of its own machine only", "bad_host")
         if not scope["path"].startswith("/v1"):
             return
@@ -91,6 +90,12 @@ class Guard:
         if tenant is None:
             raise ApiError(401, "no right API key; send Authorization: Bearer KEY", "bad_key")
         scope.setdefault("state", {})["tenant"] = tenant
+
+
+def _names_this_machine(host: str) -> bool:
+    """Of a Host header: an address, in brackets where it has colons, or localhost; and a port."""
+    found = _HOST.fullmatch(host.lower())
+    return bool(found) and is_loopback(found[1] or found[2])
 
 
 async def _send_error(send: Send, error: ApiError) -> None:

@@ -84,15 +84,18 @@ class EngineLoop:
         with self._wake:
             self._wake.notify()
 
-    def drain(self) -> None:
-        """Accept nothing more; what was accepted is answered."""
+    def drain(self) -> bool:
+        """Accept nothing more; what was accepted is answered. Whether something may have been: not
+        where it was still warming up."""
         with self._wake:
+            warmed = self.state != "warming"
             if self.state in ("warming", "ready"):
                 self.state = "draining"
             self._wake.notify()
+        return warmed
 
-    def stop(self, seconds: float = 10.0) -> None:
-        """End the thread at the next border; who is left is told."""
+    def stop(self, seconds: float) -> None:
+        """End the thread at the next border, and wait so long for it; who is left is told."""
         with self._wake:
             if self.state != "dead":
                 self.state = "stopped"

@@ -27,7 +27,7 @@ class Metrics:
 
     def __init__(self, model_name: str):
         self.registry, self._name = CollectorRegistry(), model_name
-        self._prompt = self._counter("vllm:prompt_tokens", "Tokens of prompts that ran.")
+        self._prompt = self._counter("vllm:prompt_tokens", "Tokens of prompts that were answered.")
         self._new = self._counter("vllm:generation_tokens", "New tokens that clients were sent.")
         self._queries = self._counter("vllm:prefix_cache_queries", "Tokens that were looked up.")
         self._hits = self._counter("vllm:prefix_cache_hits", "Tokens of stored prefixes.")
@@ -39,7 +39,7 @@ class Metrics:
         )
         self._refused = Counter(
             "geojax_refused",
-            "Requests that were refused, by status.",
+            "Requests of which nothing was accepted, by status.",
             [*_LABEL, "status"],
             registry=self.registry,
         )
@@ -58,7 +58,6 @@ class Metrics:
     def on_admitted(self, ticket: Ticket) -> None:
         """On the engine's thread; once a ticket."""
         rows = len(ticket.ask.prompt) + len(ticket.ask.suffix)
-        self._prompt.inc(rows)
         self._queries.inc(rows)
         self._hits.inc(ticket.cached)
         assert ticket.admitted is not None
@@ -82,7 +81,12 @@ class Metrics:
             self._shared.inc(ticket.depth)
             self._sharing.inc()
 
+    def on_answered(self, prompt_tokens: int) -> None:
+        """All answers of a request are its client's; `prompt_tokens` as its usage has them."""
+        self._prompt.inc(prompt_tokens)
+
     def on_refused(self, status: int) -> None:
+        """Nothing of it was accepted."""
         self._refused.labels(self._name, str(status)).inc()
 
     def text(self) -> bytes:
@@ -112,11 +116,13 @@ class _Engine(Collector):
         yield self._count("geojax_guard_events", "Requests that stopped sharing.", engine.retreats)
         yield self._count("geojax_built_tokens", "Tokens of segments built.", counts.built_rows)
         yield self._count("geojax_evictions", "Segments that made room.", counts.evictions)
-        help_ = "Rows times layers computed: suffix, refreshes of prefixes, the guard's probes."
+        help_ = "Rows times layers needed: suffix, refreshes of prefixes, the guard's probes."
         found = CounterMetricFamily("geojax_row_layers", help_, labels=[*_LABEL, "part"])
-        for part, value in engine.work.items():
-            found.add_metric([*self._labels, part], value)
+        for part in ("suffix", "prefix", "probes"):
+            found.add_metric([*self._labels, part], engine.work[part])
         yield found
+        help_ = "Rows times layers computed, with those of padding."
+        yield self._count("geojax_computed_row_layers", help_, engine.work["computed"])
 
     def _gauge(self, name: str, help_: str, value: float) -> Metric:
         found = GaugeMetricFamily(name, help_, labels=_LABEL)

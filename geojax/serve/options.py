@@ -2,6 +2,7 @@
 """What a server is told at its start. Limits are the server's; requests may ask for less."""
 
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
 
@@ -9,6 +10,8 @@ import tyro
 
 from geojax.bicache.store import Builder
 from geojax.config import require
+
+_MOST, _MOST_SECONDS = 1e13, 1e6  # what clocks and sockets can hold: eleven days
 
 
 @dataclass(frozen=True)
@@ -103,11 +106,24 @@ class ServeOptions:
 def check(options: ServeOptions) -> None:
     """ConfigError where a value means nothing, or others could ask without a key."""
     require(0 <= options.port < 2**16, f"port {options.port} must lie in 0..65535")
-    most = {"quota_bytes": options.quota_bytes or 1, **vars(options.limits), **vars(options.pace)}
-    for name in ("kv_bytes", "hidden_bytes", "drain_seconds", "stuck_seconds"):
-        most[name] = getattr(options, name)
-    for name, value in most.items():
-        require(value > 0, f"{name.replace('_', '-')} {value} must be above 0")
+    values = {**vars(options.limits), **vars(options.pace)}
+    for name in ("kv_bytes", "hidden_bytes", "quota_bytes", "drain_seconds", "stuck_seconds"):
+        values[name] = getattr(options, name)
+    for name, value in values.items():
+        if value is None:
+            continue
+        flag = name.replace("_", "-")
+        require(value > 0, f"{flag} {value} must be above 0")
+        most = _MOST_SECONDS if name.endswith("_seconds") else _MOST
+        require(value <= most, f"{flag} {value} must be at most {most:g}")
+    require(options.warm_prefix >= 0, f"warm-prefix {options.warm_prefix} must be 0 or more")
+    require(options.warm_suffix >= 1, f"warm-suffix {options.warm_suffix} must be at least 1")
+    limits = options.limits
+    require(
+        limits.default_tokens <= limits.tokens,
+        f"limits.default-tokens {limits.default_tokens} is more than an answer may have, "
+        f"limits.tokens {limits.tokens}; lower the one or raise the other",
+    )
     require(
         options.keys or options.open or is_loopback(options.host),
         f"host {options.host!r} can be reached from other machines, and no key is asked for; give "
@@ -116,4 +132,11 @@ def check(options: ServeOptions) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
+    """Whether it is an address of this machine, or localhost. No other name is: whoever owns one,
+    such as 127.evil.example, says where it leads."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -51,7 +51,7 @@ class Prompts:
         ConfigError where the model has no template, or it refuses the messages.
         """
         for message in messages:
-            _need_whole(message["content"])
+            _need_whole(message["content"], "messages")
         text = self._chat(messages, True)
         users = [i for i, message in enumerate(messages) if message["role"] == "user"]
         shared = (users[-1] if users else 0) if prefix is None else prefix
@@ -73,8 +73,9 @@ class Prompts:
         # Nothing before the last message of the user's: what other requests began with may be.
         return Prompt(ids, ends if ends or prefix == 0 else None)
 
-    def encode(self, text: str) -> Int32[np.ndarray, " n"]:
-        _need_whole(text)
+    def encode(self, text: str, field: str = "prompt") -> Int32[np.ndarray, " n"]:
+        """`field`: the request's, for an ApiError."""
+        _need_whole(text, field)
         with self._lock:
             return self.model.encode(text)
 
@@ -95,9 +96,9 @@ class Prompts:
         return np.array([first], np.int32)
 
 
-def _need_whole(text: str) -> None:
+def _need_whole(text: str, field: str) -> None:
     """ApiError where a text has half of a surrogate pair, as JSON may."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        need(False, "a text is not Unicode: it has half of a surrogate pair")
+        need(False, f"{field}: a text is not Unicode: it has half of a surrogate pair", field)

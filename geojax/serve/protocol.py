@@ -6,14 +6,43 @@ is asked for neutrally (top_p 1, logprobs null); what changes no answer (user, m
 by name; any other field is an error.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic_core import PydanticCustomError
 
 from geojax.diffusion.choose import POLICIES
 
 _Text = Annotated[str, Field(min_length=1, max_length=256)]
 _Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+def _must(be: str) -> WrapValidator:
+    """One error for a field that may have several forms, rather than one for each form."""
+
+    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            raise PydanticCustomError("form", "must be {be}", {"be": be}) from error
+
+    return WrapValidator(check)
+
+
+_Stop = Annotated[
+    _Text | Annotated[list[_Text], Field(max_length=16)] | None,
+    _must("a text of 1 to 256 characters, or at most 16 of them"),
+]
+_Prompt = Annotated[
+    str
+    | Annotated[list[str], Field(min_length=1, max_length=128)]
+    | Annotated[list[_Id], Field(min_length=1)]
+    | Annotated[
+        list[Annotated[list[_Id], Field(min_length=1)]], Field(min_length=1, max_length=128)
+    ],
+    _must("a text, a list of 1 to 128 texts, ids of tokens, or a list of 1 to 128 lists of ids"),
+]
 
 
 class _Strict(BaseModel):
@@ -41,7 +70,7 @@ class _Ask(_Strict):
     """Its lowest 32 bits; choice i of n takes seed + i. Unset: a random one."""
     n: int | None = Field(default=None, ge=1, le=128)
     """Answers to each prompt."""
-    stop: _Text | Annotated[list[_Text], Field(max_length=16)] | None = None
+    stop: _Stop = None
     """Texts that end an answer, and are no part of it."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -86,6 +115,16 @@ class _Ask(_Strict):
     prompt_cache_retention: str | None = None
 
     @property
+    def _count(self) -> int:
+        """Prompts."""
+        return 1
+
+    @property
+    def answers(self) -> int:
+        """That are asked for."""
+        return (self.n or 1) * self._count
+
+    @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
@@ -93,14 +132,7 @@ class _Ask(_Strict):
 class CompletionRequest(_Ask):
     """Of /v1/completions."""
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=128)]
-        | Annotated[list[_Id], Field(min_length=1)]
-        | Annotated[
-            list[Annotated[list[_Id], Field(min_length=1)]], Field(min_length=1, max_length=128)
-        ]
-    )
+    prompt: _Prompt
     """A text, texts, the ids of one or of several."""
     suffix: str | None = None
     """Text after the answer; then max_tokens are filled between, all of them."""
@@ -110,6 +142,11 @@ class CompletionRequest(_Ask):
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     logprobs: Literal[False] | None = None
+
+    @property
+    def _count(self) -> int:
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return 1 if one else len(self.prompt)
 
 
 class Part(_Strict):
@@ -121,7 +158,9 @@ class Part(_Strict):
 
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: Annotated[
+        str | list[Part], _must('a text, or a list of parts {"type": "text", "text": TEXT}')
+    ]
     name: str | None = None
     """Ignored."""
 

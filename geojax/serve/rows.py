@@ -69,50 +69,54 @@ class Rows:
                 self._growing.remove(ticket)
 
     def admit(self) -> None:
-        """As many as there are rows and memory for, those that grow first."""
+        """As many as there are rows and memory for, whoever is next: one that waits, or one that
+        wants its next canvas."""
         began, skipped = time.monotonic(), set[str]()
         while len(self._running) < self.pace.rows:
             now = time.monotonic()
             if self._running and now - began > self.pace.quantum_seconds:
                 return  # building prefixes is time of those that run
             with self._lock:
-                growing = bool(self._growing)
-                ticket = self._growing[0] if growing else self._waiting.next(now, skipped)
+                ticket = self._waiting.next(now, skipped, self._growing)
             if ticket is None:
                 return
             try:
                 slot = self._enter(ticket, alone=not self._running)
             except QuotaError:
-                if growing:
-                    return
                 skipped.add(ticket.tenant.name)
                 continue
             except NoPagesError as error:
                 if not self._running or isinstance(error, CrowdedError):
                     # Nobody's end will free a page for it.
-                    with self._lock:
-                        (self._growing.remove if growing else self._waiting.drop)(ticket)
+                    self._take_away(ticket)
                     message = f"memory is short: {error}"
                     ticket.end(error=ApiError(503, message, "no_memory", retry_seconds=5))
                     continue
                 ticket.blocked = now if ticket.blocked is None else ticket.blocked
-                if growing or now - ticket.blocked > self.pace.patience_seconds:
+                if now - ticket.blocked > self.pace.patience_seconds:
                     return  # nobody passes it any more
                 skipped.add(ticket.tenant.name)
                 continue
             except ConfigError as error:
-                with self._lock:
-                    (self._growing.remove if growing else self._waiting.drop)(ticket)
+                self._take_away(ticket)
                 ticket.end(error=ApiError(400, str(error)))
                 continue
             ticket.blocked = None
             with self._lock:
-                if growing:
+                if ticket in self._growing:
                     self._growing.remove(ticket)
                     self._waiting.charge(ticket)
                 else:
                     self._waiting.take(ticket)
                 self._running[ticket] = slot
+
+    def _take_away(self, ticket: Ticket) -> None:
+        """Out of those that have no row."""
+        with self._lock:
+            if ticket in self._growing:
+                self._growing.remove(ticket)
+            else:
+                self._waiting.drop(ticket)
 
     def _enter(self, ticket: Ticket, alone: bool) -> Slot:
         """Its slot; a prefix that memory is too small for is left out."""

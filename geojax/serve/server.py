@@ -2,10 +2,12 @@
 """uvicorn, stopped as a server with accepted requests should be.
 
 Invariant: after the first SIGTERM or SIGINT requests are refused with 503 while those that were
-accepted are answered, until there are none or time is over; a second one ends at once.
+accepted are answered, and their readers have what was sent, until there are none or time is over; a
+second one ends at once. Nothing waits longer for a call of the engine than some seconds.
 """
 
 import asyncio
+import math
 import socket
 import time
 from types import FrameType
@@ -17,7 +19,9 @@ from geojax.config import ConfigError
 from geojax.serve.loop import EngineLoop
 
 _CONNECTIONS = 1024  # at once; more are told 503
-_LAST_SECONDS = 5  # for the ends of responses, after the engine has nothing to do
+_SEND_BYTES = 2**15  # that the system holds for a reader; Linux takes twice as many
+_LAST_SECONDS = 5  # for the ends of responses, where no more of the time limit is left
+_CALL_SECONDS = 5  # for a call of the engine to end, after the time limit
 
 
 class Server(uvicorn.Server):
@@ -31,7 +35,6 @@ class Server(uvicorn.Server):
             lifespan="off",
             ws="none",
             limit_concurrency=_CONNECTIONS,
-            timeout_graceful_shutdown=_LAST_SECONDS,
             server_header=False,
             proxy_headers=False,
         )
@@ -41,11 +44,12 @@ class Server(uvicorn.Server):
 
     def begin_stop(self) -> None:
         """Drain, then end; called again: end at once."""
+        now = time.monotonic()
         if self._until is not None:
-            self._until = 0.0
+            self._until = min(self._until, now)
+            self.force_exit = self.should_exit
             return
-        self._until = time.monotonic() + self._drain
-        self._loop.drain()
+        self._until = now + (self._drain if self._loop.drain() else 0.0)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # The handler may interrupt whoever holds the loop's lock, so it only asks.
@@ -53,17 +57,21 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if self._until is not None and not self.should_exit:
-            late = time.monotonic() > self._until
-            if late:
-                await asyncio.to_thread(self._loop.stop)
-            self.should_exit = late or self._loop.finished
+            left = self._until - time.monotonic()
+            if left < 0:
+                self._loop.stop(0.0)
+            nobody = self._loop.idle and left < 0
+            if self._loop.finished or nobody or left < -_CALL_SECONDS:
+                self.should_exit = True
+                self.config.timeout_graceful_shutdown = math.ceil(max(left, _LAST_SECONDS))
         return await super().on_tick(counter)
 
 
 def listen(host: str, port: int, stall_seconds: float) -> socket.socket:
     """A listening socket; ConfigError where the address cannot be had.
 
-    What a reader does not take within `stall_seconds` ends its connection, where the system can.
+    What a reader does not take within `stall_seconds` ends its connection, where the system can;
+    and little of that lies in the system's memory, which else may be megabytes a connection.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
@@ -71,6 +79,7 @@ def listen(host: str, port: int, stall_seconds: float) -> socket.socket:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * stall_seconds))
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         found.bind((host, port))
         found.listen(1024)
     except OSError as error:

@@ -1,34 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the body of a request to tickets, and from tickets to the body of a response.
+"""From the body of a request to tickets.
 
 Invariant: a request that the model or the server's limits do not allow is refused before any of it
 is accepted, and names the field; defaults are filled in here and nowhere else.
 """
 
 import asyncio
-import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Int32
 
+from geojax.config import ConfigError
 from geojax.diffusion.request import SamplingConfig
-from geojax.serve.answers import Choice, changes, usage
+from geojax.serve.answers import Choice
 from geojax.serve.errors import ApiError, need
+from geojax.serve.exchange import Exchange
 from geojax.serve.loop import EngineLoop
 from geojax.serve.metrics import Metrics
 from geojax.serve.options import Limits
 from geojax.serve.prompts import Prompt, Prompts
 from geojax.serve.protocol import ChatRequest, CompletionRequest
-from geojax.serve.stream import DONE, WAITING, event
 from geojax.serve.tenants import Tenant
 from geojax.serve.ticket import Ask, Ticket
 
-log = logging.getLogger("geojax.serve")
 _BLOCK = 32  # positions, where a request names none
 
 
@@ -42,13 +39,14 @@ class Service:
     limits: Limits
     metrics: Metrics
 
-    async def open(self, body: CompletionRequest | ChatRequest, tenant: Tenant) -> "Exchange":
+    async def open(self, body: CompletionRequest | ChatRequest, tenant: Tenant) -> Exchange:
         """The request's tickets, accepted; ApiError or ConfigError where they are not."""
         need(
             body.model in (None, self.name),
             f"no model is named {body.model!r} here; use {self.name!r}",
             "model",
         )
+        self._check(body)
         started = time.monotonic()
         self.loop.arriving += 1
         try:
@@ -56,18 +54,42 @@ class Service:
         finally:
             self.loop.arriving -= 1
 
+    def _check(self, body: CompletionRequest | ChatRequest) -> None:
+        """What needs no tokens: how many answers, and fields that would have no effect."""
+        most = min(self.limits.choices, self.loop.pace.queue)
+        need(
+            body.answers <= most,
+            f"{body.answers} answers are asked for at once, and {most} may be; send several "
+            "requests",
+            "prompt" if body.n in (None, 1) else "n",
+        )
+        need(
+            body.stream or body.stream_options is None,
+            "stream_options mean nothing without stream: true; leave them out",
+            "stream_options",
+        )
+        if isinstance(body, ChatRequest):
+            name, marked = "prefix_messages", body.prefix_messages
+            both = (body.max_tokens, body.max_completion_tokens)
+            need(
+                None in both or both[0] == both[1],
+                f"max_tokens {both[0]} and max_completion_tokens {both[1]} are two names of one "
+                "setting; leave one out",
+                "max_tokens",
+            )
+        else:
+            name, marked = "prefix_tokens", body.prefix_tokens
+        need(
+            not (body.exact and marked),
+            f"{name} {marked}: nothing is shared where exact is true; leave one of them out",
+            name,
+        )
+
     async def _open(
         self, body: CompletionRequest | ChatRequest, tenant: Tenant, started: float
-    ) -> "Exchange":
+    ) -> Exchange:
         prompts, suffix = await asyncio.to_thread(_read, self.prompts, body)
-        each = body.n or 1
-        count = each * len(prompts)
-        need(
-            count <= self.limits.choices,
-            f"{count} answers are asked for at once, and {self.limits.choices} may be; send "
-            "several requests",
-            "n",
-        )
+        each, count = body.n or 1, body.answers
         asks = [self._ask(body, prompt, suffix) for prompt in prompts]
         changed, loop = asyncio.Event(), asyncio.get_running_loop()
         seconds = min(body.deadline_seconds or np.inf, self.limits.request_seconds)
@@ -100,11 +122,24 @@ class Service:
         tokens = body.max_tokens
         if isinstance(body, ChatRequest):
             tokens = body.max_completion_tokens or tokens
+        canvas = body.canvas or limits.canvas
+        need(
+            canvas <= limits.canvas,
+            f"a canvas of {canvas} masks is asked for, and {limits.canvas} may be",
+            "canvas",
+        )
         asked = tokens is not None
-        tokens = tokens if tokens is not None else limits.default_tokens
+        if tokens is None:
+            tokens = min(limits.default_tokens, canvas if len(suffix) else limits.tokens)
         need(
             tokens <= limits.tokens,
             f"{tokens} new tokens are asked for, and {limits.tokens} may be",
+            "max_tokens",
+        )
+        need(
+            tokens <= canvas or not len(suffix),
+            f"{tokens} tokens are asked for before a suffix, which are one canvas, and that has "
+            f"{canvas} masks at most; ask for {canvas} or fewer",
             "max_tokens",
         )
         room = config.context - given if config.context else tokens
@@ -116,21 +151,19 @@ class Service:
             "context_length_exceeded",
         )
         tokens = min(tokens, room)
-        canvas = body.canvas or limits.canvas
-        need(
-            canvas <= limits.canvas,
-            f"a canvas of {canvas} masks is asked for, and {limits.canvas} may be",
-            "canvas",
-        )
         policy = body.policy or ("threshold" if body.threshold is not None else "confidence")
-        sampling = SamplingConfig(
-            steps=min(body.steps or 0, tokens),
-            block=_BLOCK if body.block_length is None else body.block_length,
-            policy=policy,
-            threshold=0.9 if body.threshold is None else body.threshold,
-            temperature=body.temperature or 0.0,
-            seed=(secrets.randbits(32) if body.seed is None else body.seed) % 2**32,
-        )
+        try:
+            sampling = SamplingConfig(
+                steps=min(body.steps or 0, tokens),
+                block=_BLOCK if body.block_length is None else body.block_length,
+                policy=policy,
+                threshold=0.9 if body.threshold is None else body.threshold,
+                temperature=body.temperature or 0.0,
+                seed=(secrets.randbits(32) if body.seed is None else body.seed) % 2**32,
+            )
+        except ConfigError as error:  # its first word is the field
+            field = str(error).partition(" ")[0]
+            raise ApiError(400, str(error), None, field) from error
         return Ask(
             prompt.ids,
             sampling,
@@ -152,7 +185,10 @@ def _read(
     suffix = np.zeros(0, np.int32)
     if isinstance(body, ChatRequest):
         messages = [message.plain() for message in body.messages]
-        return [prompts.of_chat(messages, body.prefix_messages)], suffix
+        try:
+            return [prompts.of_chat(messages, body.prefix_messages)], suffix
+        except ConfigError as error:
+            raise ApiError(400, str(error), None, "messages") from error
     given = body.prompt
     if isinstance(given, str):
         found = [prompts.of_text(given)]
@@ -170,104 +206,4 @@ def _read(
                 "prefix_tokens",
             )
         found = [prompt._replace(ends=(marked,) if marked else ()) for prompt in found]
-    return found, prompts.encode(body.suffix) if body.suffix else suffix
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """A request that was accepted, and its response."""
-
-    service: Service
-    body: CompletionRequest | ChatRequest
-    choices: Sequence[Choice]
-    changed: asyncio.Event
-    created: int
-    chat: bool
-    id: str = field(default_factory=lambda: secrets.token_hex(12))
-
-    def close(self) -> None:
-        """What is not finished is not wanted any more."""
-        for choice in self.choices:
-            choice.close(self.service.metrics)
-        self.service.loop.nudge()
-        tickets = [choice.ticket for choice in self.choices]
-        log.info(
-            "%s of %s: %s, %d + %d tokens, %.3f s",
-            self.id,
-            tickets[0].tenant.name,
-            "/".join(sorted({choice.outcome for choice in self.choices})),
-            sum(len(ticket.ask.prompt) for ticket in tickets),
-            sum(choice.tokens for choice in self.choices),
-            time.monotonic() - tickets[0].arrived,
-        )
-
-    async def whole(self) -> dict[str, Any]:
-        metrics = self.service.metrics
-        async for _ in changes(self.choices, self.changed, metrics, whole=True):
-            pass
-        found = []
-        for choice in self.choices:
-            text = {"message": _message(choice.text)} if self.chat else {"text": choice.text}
-            found.append(self._choice(choice, text))
-        return self._envelope("chat.completion", found) | {"usage": usage(self.choices)}
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """Chunks: text that became certain, the reason of each end, and the usage where wanted."""
-        options = self.body.stream_options
-        shown = bool(options and options.include_snapshots)
-        try:
-            if self.chat:
-                for choice in self.choices:
-                    yield self._chunk(choice, {"role": "assistant", "content": ""})
-            found = changes(self.choices, self.changed, self.service.metrics, whole=False)
-            async for change in found:
-                if change is None:
-                    yield WAITING
-                    continue
-                choice, new = change
-                if shown:
-                    yield self._snapshot(choice)
-                if new or choice.finish:
-                    yield self._chunk(choice, {"content": new} if self.chat else new)
-        except ApiError as error:
-            yield event(error.body)
-            return
-        if options and options.include_usage:
-            yield event(self._chunk_of([]) | {"usage": usage(self.choices)})
-        yield DONE
-
-    def _snapshot(self, choice: Choice) -> bytes:
-        view = choice.ticket.view
-        shown = {"index": choice.index, "step": view.steps, "text": choice.snapshot()}
-        empty: Any = {"delta": {}} if self.chat else {"text": ""}
-        content = [{"index": choice.index, "finish_reason": None, "logprobs": None, **empty}]
-        return event(self._chunk_of(content) | {"geojax": {"snapshot": shown}})
-
-    def _chunk(self, choice: Choice, new: Any) -> bytes:
-        return event(
-            self._chunk_of([self._choice(choice, {"delta": new} if self.chat else {"text": new})])
-        )
-
-    def _chunk_of(self, choices: list[Any]) -> dict[str, Any]:
-        return self._envelope("chat.completion.chunk", choices)
-
-    def _choice(self, choice: Choice, text: dict[str, Any]) -> dict[str, Any]:
-        engine = self.service.loop.engine
-        found = {"index": choice.index, **text, "logprobs": None, "finish_reason": choice.finish}
-        if choice.finish:
-            layers = engine.sampler.model.config.layers
-            found["geojax"] = choice.facts(engine.policy.name, layers)
-        return found
-
-    def _envelope(self, kind: str, choices: list[Any]) -> dict[str, Any]:
-        return {
-            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.id}",
-            "object": kind if self.chat else "text_completion",
-            "created": self.created,
-            "model": self.service.name,
-            "choices": choices,
-        }
-
-
-def _message(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, "refusal": None}
+    return found, prompts.encode(body.suffix, "suffix") if body.suffix else suffix

@@ -23,7 +23,8 @@ DONE, WAITING = b"data: [DONE]\n\n", b": waiting\n\n"
 
 
 def event(data: Any) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
+    """In ASCII: clients' decoders also end lines at U+2028, U+2029 and U+0085."""
+    return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
 class EventStream(Response):

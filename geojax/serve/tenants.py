@@ -8,6 +8,7 @@ as digests.
 
 import hashlib
 import hmac
+import re
 import secrets
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from geojax.config import ConfigError, require
 
 _SHORTEST = 16  # characters of a key
+_COMMENT = re.compile(r"(?:^|\s)#")
 
 
 class Tenant(NamedTuple):
@@ -27,9 +29,11 @@ class Tenants:
     """All who may ask. Without a file there is one, and it needs no key."""
 
     def __init__(self, path: Path | None = None):
-        """`path`: lines of `NAME KEY`; keys of one name are one tenant's. # begins a comment.
+        """`path`: lines of `NAME KEY`; keys of one name are one tenant's. # begins a comment, at a
+        line's start or after a space.
 
-        ConfigError where a line is none of these, a key is short, or two tenants have it.
+        ConfigError where a line is none of these, a key is short or not ASCII, or two tenants have
+        it.
         """
         self._secret = secrets.token_bytes(32)
         self._digests: dict[bytes, Tenant] = {}
@@ -37,11 +41,11 @@ class Tenants:
         if path is None:
             return
         try:
-            lines = path.read_text("utf-8").splitlines()
+            lines = path.read_text("utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the keys {path}: {error}") from error
         for number, line in enumerate(lines, 1):
-            words = line.partition("#")[0].split()
+            words = _COMMENT.split(line, maxsplit=1)[0].split()
             if not words:
                 continue
             place = f"{path}:{number}"
@@ -51,6 +55,11 @@ class Tenants:
                 len(key) >= _SHORTEST,
                 f"{place}: a key has {len(key)} characters; use {_SHORTEST} or more, such as "
                 "those of `openssl rand -hex 24`",
+            )
+            require(
+                key.isascii() and key.isprintable(),
+                f"{place}: the key has a character that is not ASCII, and no header can hold it; "
+                "use letters and digits",
             )
             known = self._digests.setdefault(_digest(key), self._make(name))
             require(known.name == name, f"{place}: {name} and {known.name} have the same key")

@@ -114,13 +114,11 @@ class Ticket:
 
     def request(self, mask_id: int) -> Request:
         """For the next canvas, after what is there."""
-        ask, there = self.ask, len(self.view.tokens)
-        size = ask.tokens if len(ask.suffix) else min(ask.canvas, ask.tokens - there)
-        masks = np.full(size, mask_id, np.int32)
-        steps = -(-ask.sampling.steps * size // ask.tokens)
+        ask = self.ask
+        masks = np.full(self._size, mask_id, np.int32)
         return Request(
             np.concatenate([ask.prompt, self.view.tokens, masks, ask.suffix]),
-            replace(ask.sampling, steps=steps),
+            replace(ask.sampling, steps=self._steps),
             ask.ends and not len(ask.suffix),
         )
 
@@ -131,7 +129,18 @@ class Ticket:
     @property
     def cost(self) -> float:
         """Rows times steps of its next canvas: what it takes from others."""
-        left = self.ask.tokens - len(self.view.tokens)
-        size = min(self.ask.canvas, left)
-        steps = -(-self.ask.sampling.steps * size // self.ask.tokens) or size
-        return float((len(self.ask.prompt) + len(self.view.tokens) + size) * steps)
+        ask = self.ask
+        rows = len(ask.prompt) + len(self.view.tokens) + self._size + len(ask.suffix)
+        return float(rows * (self._steps or self._size))
+
+    @property
+    def _size(self) -> int:
+        """Masks of its next canvas; before a suffix there is only one."""
+        ask = self.ask
+        left = ask.tokens - len(self.view.tokens)
+        return left if len(ask.suffix) else min(ask.canvas, left)
+
+    @property
+    def _steps(self) -> int:
+        """Of its next canvas; 0: one for each mask."""
+        return -(-self.ask.sampling.steps * self._size // self.ask.tokens)

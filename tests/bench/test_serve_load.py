@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The load generator: what it sends, and figures that follow from what came."""
 
+import asyncio
 import json
 import math
 
+import httpx2
 import numpy as np
 import pytest
 
 from geojax.bench.serve import LoadOptions, Sent, arrivals, figures_of, make_prompts
+from geojax.bench.serve_client import send
 from geojax.cli import main
 from geojax.config import ConfigError
 
@@ -55,8 +58,42 @@ def test_throughput_counts_new_tokens_of_answered_requests():
     assert json.dumps(found["errors"]) == '["full"]'
 
 
+def stream_of(*lines):
+    """What a client makes of a server's lines."""
+
+    def answer(request):
+        return httpx2.Response(200, content="".join(f"{line}\n\n" for line in lines).encode())
+
+    async def one():
+        transport = httpx2.MockTransport(answer)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await send(client, {})
+
+    return asyncio.run(one())
+
+
+def test_a_line_that_is_no_chunk_is_that_requests_error():
+    text = 'data: {"choices": [{"text": "a\u2028b\u0085"}]}'  # these end no line of a stream
+    usage = 'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}'
+    good = stream_of(text, ": waiting", usage, "data: [DONE]")
+    assert good.good
+    assert (good.given, good.new, good.gaps) == (3, 2, [])
+    assert good.first > 0
+    for line in ("data: {", "data: 3", 'data: {"choices": [{}]}', 'data: {"choices": 3}'):
+        broken = stream_of(text, line, "data: [DONE]")
+        assert not broken.good
+        assert line in broken.error
+    assert "ended before" in stream_of(text).error
+    assert stream_of('data: {"error": {"message": "too late"}}').error == "too late"
+
+
 def test_bad_options_are_refused(capsys):
     with pytest.raises(ConfigError, match="shared 2 must lie in"):
         LoadOptions(shared=2)
+    for name, value in (("concurrency", 0), ("concurrency", -1), ("steps", 0), ("seed", -1)):
+        with pytest.raises(ConfigError, match=f"{name} {value} must be"):
+            LoadOptions(**{name: value})
+    with pytest.raises(ConfigError, match="burstiness inf"):
+        LoadOptions(burstiness=math.inf)
     assert main(["bench", "serve", "http://127.0.0.1:9"]) == 2
     assert "no model is served at http://127.0.0.1:9" in " ".join(capsys.readouterr().err.split())

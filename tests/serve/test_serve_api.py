@@ -6,7 +6,7 @@ import json
 import httpx2
 import openai
 import pytest
-from tiny_serve import letters
+from tiny_serve import QuickEngine, letters, running
 
 
 def ask(**kwargs):
@@ -69,6 +69,11 @@ def test_openais_client_chats_and_streams(client):
 
 def test_models_are_listed(client):
     assert [m.id for m in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny") == next(iter(client.models.list()))
+    for other in ("huge", "tiny/x"):
+        with pytest.raises(openai.NotFoundError, match=f"no model is named '{other}'") as caught:
+            client.models.retrieve(other)
+        assert caught.value.code == "model_not_found"
 
 
 def test_openais_client_reads_errors(client):
@@ -122,9 +127,12 @@ def test_stop_strings_end_an_answer_before_them(quick, stream):
     assert used["completion_tokens"] == 12  # those that spell the stop string
 
 
-def test_longer_answers_grow_canvas_by_canvas(quick):
+def test_longer_answers_grow_canvas_by_canvas(model):
+    engine = QuickEngine(model)
+    engine.step_seconds = 0.02
     body = ask(max_tokens=30, canvas=8, stream=True, stream_options={"include_snapshots": True})
-    chunks = events(quick.post(body))
+    with running(model, engine) as live:
+        chunks = events(live.post(body))
     said = "".join(c["text"] for chunk in chunks for c in chunk["choices"])
     assert said == letters(4, 30)
     shown = [chunk["geojax"]["snapshot"] for chunk in chunks if "geojax" in chunk]
@@ -158,7 +166,7 @@ def test_end_of_text_ends_unless_it_is_ignored(quick):
 
 
 def test_a_suffix_is_filled_up_to(quick):
-    found = quick.post(ask(suffix=" the end", max_tokens=6, canvas=4)).json()
+    found = quick.post(ask(suffix=" the end", max_tokens=6)).json()
     assert found["choices"][0]["text"] == letters(4, 6)
     assert found["usage"]["prompt_tokens"] == 12
 
@@ -170,23 +178,40 @@ def test_a_suffix_is_filled_up_to(quick):
         ({"max_tokens": 10_000}, "max_tokens", "2048 may be"),
         ({"max_tokens": "5"}, "max_tokens", "valid integer"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
-        ({"temperature": 1e-9}, None, "must be 0, which is greedy"),
+        ({"temperature": 1e-9}, "temperature", "must be 0, which is greedy"),
         ({"top_p": 0.5}, "top_p", "greater than or equal to 1"),
         ({"logprobs": 3}, "logprobs", "should be False"),
         ({"best_of": 2}, "best_of", "should be 1"),
         ({"n": 17}, "n", "16 may be"),
         ({"policy": "best"}, "policy", "confidence"),
-        ({"threshold": 0.5, "policy": "margin"}, None, "goes with policy 'threshold' only"),
-        ({"steps": 4, "threshold": 0.5}, None, "mean nothing to policy 'threshold'"),
+        ({"threshold": 0.5, "policy": "margin"}, "threshold", "goes with policy 'threshold' only"),
+        ({"steps": 4, "threshold": 0.5}, "steps", "mean nothing to policy 'threshold'"),
         ({"canvas": 512}, "canvas", "256 may be"),
+        ({"suffix": "x", "max_tokens": 257}, "max_tokens", "256 or fewer"),
+        ({"suffix": "x", "max_tokens": 5, "canvas": 4}, "max_tokens", "4 or fewer"),
         ({"prompt": [1, 264]}, "prompt", "token 264 is not in 0..263"),
         ({"prompt": [1, 256]}, "prompt", "token 256 is the mask"),
         ({"prompt": []}, "prompt", ""),
-        ({"prompt": "\ud800"}, None, "half of a surrogate pair"),
+        ({"prompt": "\ud800"}, "prompt", "half of a surrogate pair"),
         ({"prefix_tokens": 5}, "prefix_tokens", "has 4 tokens that can be shared"),
         ({"prompt": "x" * 9000}, "prompt", "9000 tokens, and 8192 may be"),
-        ({"guess": 1}, "guess", "not permitted"),
-        ({"stream_options": {"guess": 1}}, "stream_options.guess", "not permitted"),
+        ({"guess": 1}, "guess", "there is no such field"),
+        ({"stream_options": {"guess": 1}}, "stream_options.guess", "there is no such field"),
+        ({"max_tokens": 0}, "max_tokens", "; it is 0"),
+        ({"prompt": 3}, "prompt", "prompt: must be a text, a list of 1 to 128 texts"),
+        ({"prompt": 3}, "prompt", "; it is 3"),
+        ({"prompt": [1, "a"]}, "prompt", '; it is [1, "a"]'),
+        ({"prompt": [["a"], [1]]}, "prompt", '; it is [["a"], [1]]'),
+        ({"prompt": [True]}, "prompt", "; it is [true]"),
+        ({"prompt": [-1] * 99}, "prompt", "-1, -1, -1"),
+        ({"prompt": None}, "prompt", "; it is null"),
+        ({"prompt": ["a"] * 17}, "prompt", "16 may be"),
+        ({"stop": ""}, "stop", "must be a text of 1 to 256 characters, or at most 16 of them"),
+        ({"stop": [""]}, "stop", '; it is [""]'),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"suffix": "\ud800"}, "suffix", "half of a surrogate pair"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "without stream: true"),
+        ({"prefix_tokens": 2, "exact": True}, "prefix_tokens", "nothing is shared where exact"),
     ],
 )
 def test_what_cannot_be_done_is_refused_and_named(quick, change, param, message):
@@ -197,8 +222,66 @@ def test_what_cannot_be_done_is_refused_and_named(quick, change, param, message)
     assert found.status_code == 400
     error = found.json()["error"]
     assert message in error["message"]
-    assert (error["param"] or "").startswith(param or "")
+    assert error["param"] == param
     assert error["type"] == "invalid_request_error"
+
+
+def test_a_prompt_is_needed(quick):
+    error = quick.post({"max_tokens": 3}).json()["error"]
+    assert (error["message"], error["param"]) == ("prompt: it is missing, and is needed", "prompt")
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content", "; it is 3"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content",
+            'or a list of parts {"type": "text", "text": TEXT}',
+        ),
+        ({"messages": [{"role": "tool", "content": ""}]}, "messages.0.role", '; it is "tool"'),
+        ({"prefix_messages": 1, "exact": True}, "prefix_messages", "nothing is shared"),
+        ({"prefix_messages": 2}, "prefix_messages", "there are 1 messages"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "two names of one setting"),
+    ],
+)
+def test_what_a_chat_cannot_be_is_named_too(quick, change, param, message):
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, **change}
+    found = quick.post(body, "/v1/chat/completions")
+    assert found.status_code == 400
+    assert message in found.json()["error"]["message"]
+    assert found.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"content": json.dumps(ask()).encode(), "headers": {"content-type": "text/plain"}},
+        {"content": json.dumps(ask()).encode()},
+        {"content": b"null", "headers": {"content-type": "application/json"}},
+        {"content": b"[1]", "headers": {"content-type": "application/json"}},
+        {"content": b"", "headers": {"content-type": "application/json"}},
+    ],
+)
+def test_a_body_that_is_no_object_is_told_what_to_send(quick, kwargs):
+    found = httpx2.post(quick.url + "/v1/completions", **kwargs)
+    error = found.json()["error"]
+    assert (found.status_code, error["param"]) == (400, None)
+    assert "Content-Type: application/json" in error["message"]
+
+
+def test_a_body_that_is_not_json_is_told_where(quick):
+    found = httpx2.post(
+        quick.url + "/v1/completions",
+        content=b'{"prompt": }',
+        headers={"content-type": "application/json"},
+    )
+    error = found.json()["error"]
+    assert (found.status_code, error["param"]) == (400, None)
+    assert "the body is not JSON" in error["message"]
+    assert "character 11" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -220,9 +303,32 @@ def test_bodies_that_are_none_are_refused(quick, kwargs, status):
     assert found.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8000", 200),
+        ("127.9.9.9", 200),
+        ("LocalHost:1", 200),
+        ("[::1]:8000", 200),
+        ("evil.example:8000", 403),
+        # Names that somebody else may own, and lead here.
+        ("127.evil.example:8000", 403),
+        ("127.0.0.1.evil.com", 403),
+        ("localhost.evil.com", 403),
+        ("127.0.0.1@evil.com", 403),
+        ("evil.com@127.0.0.1", 403),
+        ("[::1]evil.com", 403),
+        ("::1", 403),
+        ("10.0.0.1", 403),
+        ("", 403),
+    ],
+)
+def test_only_names_of_this_machine_are_answered(quick, host, status):
+    found = httpx2.get(quick.url + "/v1/models", headers={"Host": host})
+    assert found.status_code == status
+
+
 def test_other_sites_cannot_ask_through_a_browser(quick):
-    found = httpx2.get(quick.url + "/v1/models", headers={"Host": "evil.example:8000"})
-    assert found.status_code == 403
     found = httpx2.options(
         quick.url + "/v1/completions",
         headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"},
@@ -231,11 +337,19 @@ def test_other_sites_cannot_ask_through_a_browser(quick):
 
 
 def test_metrics_add_up_to_what_clients_were_told(quick):
-    names = ["vllm:generation_tokens_total", "vllm:request_success_total"]
+    names = ["vllm:generation_tokens_total", "vllm:prompt_tokens_total"]
+    names += ["vllm:request_success_total", "geojax_refused_total"]
     before = [quick.metric(name) for name in names]
-    told = [quick.post(ask(seed=s, n=2)).json()["usage"]["completion_tokens"] for s in (0, 98)]
+    told = [quick.post(ask(seed=s, n=2)).json()["usage"] for s in (0, 98)]
+    asked = ask(stream=True, n=2, prompt=["ab", "c"], stream_options={"include_usage": True})
+    told.append(events(quick.post(asked))[-1]["usage"])
+    assert quick.post(ask(n=17)).status_code == 400
     after = [quick.metric(name) for name in names]
-    assert [a - b for a, b in zip(after, before, strict=True)] == [sum(told), 4]
+    new, given = (
+        sum(usage[key] for usage in told) for key in ("completion_tokens", "prompt_tokens")
+    )
+    assert [a - b for a, b in zip(after, before, strict=True)] == [new, given, 8, 1]
+    assert given == 4 + 4 + 3
     assert "anyone" not in quick.get("/metrics").text
 
 

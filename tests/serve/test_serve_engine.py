@@ -94,7 +94,7 @@ def test_a_repeated_prefix_hits_from_its_second_request_on(live):
     assert live.metric("vllm:prefix_cache_hits_total") > before
 
 
-@pytest.mark.full
+@pytest.mark.runs
 def test_a_conversation_costs_its_new_rows_only(live):
     messages = [{"role": "system", "content": "Be brief."}]
     built, given = [], []

@@ -4,8 +4,9 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-pytestmark = pytest.mark.full
-PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics"]
+pytestmark = pytest.mark.runs
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name}"]
+PATHS += ["/health", "/ready", "/metrics"]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,9 @@ def test_bodies_are_answered_or_refused(schema, quick, path, mode):
     @given(case=strategy)
     def check(case):
         response = case.call(timeout=60)
-        assert response.status_code < 500, response.text
+        timed = isinstance(case.body, dict) and "deadline_seconds" in case.body
+        late = response.status_code == 504 and timed  # as it was asked for
+        assert response.status_code < 500 or late, response.text
         if response.status_code >= 400:
             error = response.json()["error"]
             assert set(error) == {"message", "type", "param", "code"}

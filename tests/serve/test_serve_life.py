@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
@@ -15,9 +16,10 @@ import numpy as np
 import pytest
 from tiny_serve import CONFIG, PAGE, QuickEngine, letters, running, wait_until
 
-from geojax.bicache.pages import kv_page_bytes
+from geojax.bicache.pages import QuotaError, kv_page_bytes
 from geojax.bicache.policy import get_policy
 from geojax.cli import main
+from geojax.serve import server
 from geojax.serve.options import Limits, Pace
 
 
@@ -52,39 +54,47 @@ def test_a_client_that_goes_away_frees_its_row(model):
         assert live.post(ask()).json()["choices"][0]["text"] == letters(4, 20)
 
 
-def test_a_slow_reader_holds_up_nobody_and_gets_the_whole_answer(model):
-    with running(model, slow_engine(model, 0.001)) as live:
-        body = json.dumps(ask(max_tokens=2000, stream=True)).encode()
+@contextmanager
+def unread(live, body):
+    """A stream's connection, of which nothing is read and little may lie in buffers."""
+    body = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        reader.settimeout(60)
         host, port = live.url[7:].split(":")
-        with socket.create_connection((host, int(port))) as reader:
-            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            head = (
-                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
-            )
-            reader.sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + body)
-            time.sleep(0.3)  # it reads nothing
+        reader.connect((host, int(port)))
+        reader.sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + body)
+        yield reader
+
+
+SHOWN = {"stream": True, "stream_options": {"include_snapshots": True}}
+PATIENT = Limits(stall_seconds=600)  # a loaded machine may take long to read
+
+
+def test_a_slow_reader_holds_up_nobody_and_gets_the_whole_answer(model):
+    with running(model, slow_engine(model, 0.001), limits=PATIENT) as live:
+        with unread(live, ask(max_tokens=1000, n=8, canvas=64, **SHOWN)) as reader:
+            wait_until(lambda: live.loop.running)
             assert live.post(ask()).json()["choices"][0]["text"] == letters(4, 20)
             wait_until(lambda: live.loop.idle)
+            assert live.metric("vllm:request_success_total") == 1  # what it has not taken is there
             found = b""
             while b"[DONE]" not in found:
-                found += reader.recv(4096)
+                found += reader.recv(2**16)
+        assert len(found) > 2**16  # more than sockets hold
         lines = [line[6:] for line in found.decode().splitlines() if line.startswith("data: {")]
-        said = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
-        assert said == letters(4, 2000)
+        said = dict.fromkeys(range(8), "")
+        for line in lines:
+            (choice,) = json.loads(line)["choices"]
+            said[choice["index"]] += choice["text"]
+        assert said == {i: letters(4, 1000, i) for i in range(8)}
 
 
 def test_a_reader_that_stalls_is_given_up(model):
     limits = Limits(stall_seconds=0.3)
     with running(model, slow_engine(model, 0.001), limits=limits) as live:
-        body = ask(max_tokens=2000, n=16, stream=True, canvas=16)
-        body = json.dumps(body | {"stream_options": {"include_snapshots": True}}).encode()
-        host, port = live.url[7:].split(":")
-        with socket.create_connection((host, int(port))) as reader:
-            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            head = (
-                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
-            )
-            reader.sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n".encode() + body)
+        with unread(live, ask(max_tokens=1000, n=16, canvas=64, **SHOWN)):
             reason = "vllm:request_success_total"
             wait_until(lambda: live.metric(reason, finished_reason="abort") > 0)
         wait_until(lambda: live.loop.idle)
@@ -98,6 +108,34 @@ def test_time_that_is_over_is_an_error(model):
         streamed = live.post(ask(max_tokens=500, deadline_seconds=0.2, stream=True)).text
         assert json.loads(streamed.split("data: ")[-1])["error"]["code"] == "deadline_exceeded"
         wait_until(lambda: live.loop.idle)
+        # Both were accepted, and ended so.
+        assert live.metric("vllm:request_success_total", finished_reason="error") == 2
+        assert live.metric("geojax_refused_total") == 0
+
+
+def test_of_a_whole_response_that_failed_no_answer_counts(model):
+    """One of two has ended when time is over; in a stream its client has it, else it has not."""
+    name, row = "vllm:request_success_total", {"max_tokens": 600, "n": 2, "seed": 98}
+    with running(model, slow_engine(model, 0.01)) as live:
+        found = live.post(ask(**row, deadline_seconds=3))
+        assert found.status_code == 504
+        assert live.metric(name, finished_reason="error") == live.metric(name) == 2
+        assert live.metric("vllm:generation_tokens_total") == 0
+        streamed = live.post(ask(**row, deadline_seconds=3, stream=True)).text
+        assert '"finish_reason": "stop"' in streamed
+        assert "deadline_exceeded" in streamed
+        assert live.metric(name, finished_reason="stop") == 1
+        assert live.metric(name, finished_reason="error") == 3
+        assert live.metric("vllm:generation_tokens_total") == 5
+        assert live.metric("vllm:prompt_tokens_total") == 0
+
+
+def test_more_answers_than_may_ever_wait_are_a_mistake(model):
+    with running(model, QuickEngine(model), pace=Pace(queue=2)) as live:
+        assert live.post(ask(n=2)).status_code == 200
+        found = live.post(ask(n=3))
+        assert found.status_code == 400
+        assert "3 answers are asked for at once, and 2 may be" in found.json()["error"]["message"]
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back(model):
@@ -177,6 +215,59 @@ def test_tenants_need_keys_and_none_starves(model, tmp_path):
         assert "bob" not in text
 
 
+def test_a_tenant_with_a_long_answer_shuts_nobody_out(model, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("alice alice-0123456789abcdef\nbob bob-0123456789abcdef\n")
+    engine = slow_engine(model, 0.005)
+    with (
+        running(model, engine, keys=keys, pace=Pace(rows=1)) as live,
+        ThreadPoolExecutor(1) as pool,
+    ):
+
+        def one(name, tokens):
+            headers = {"Authorization": f"Bearer {name}-0123456789abcdef"}
+            found = live.post(ask(max_tokens=tokens, canvas=16), headers=headers).json()
+            return found["choices"][0]
+
+        long = pool.submit(one, "alice", 480)
+        wait_until(lambda: live.loop.running == 1)
+        before = engine.steps_run
+        short = [one("bob", 4) for _ in range(3)]
+        assert engine.steps_run - before < 300
+        assert not long.done()
+        assert max(choice["geojax"]["queue_seconds"] for choice in short) < 3
+        assert [choice["text"] for choice in short] == [letters(4, 4)] * 3
+        assert long.result()["text"] == letters(4, 480)
+
+
+def test_an_answer_that_grows_at_its_quota_stops_nobody_else(model, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("alice alice-0123456789abcdef\nbob bob-0123456789abcdef\n")
+    engine, full, asked = QuickEngine(model), threading.Event(), threading.Event()
+    admit = engine.admit
+
+    def quota(job):
+        if len(job.request.tokens) == 48 and not full.is_set():  # 16 are there, 16 are wanted
+            asked.set()
+            raise QuotaError("all is in use")
+        return admit(job)
+
+    engine.admit = quota
+    with running(model, engine, keys=keys) as live, ThreadPoolExecutor(1) as pool:
+
+        def one(name, **kwargs):
+            headers = {"Authorization": f"Bearer {name}-0123456789abcdef"}
+            return live.post(ask(**kwargs), headers=headers).json()["choices"][0]["text"]
+
+        body = {"prompt": "x" * 16, "max_tokens": 32, "canvas": 16, "exact": True}
+        blocked = pool.submit(one, "alice", **body)
+        assert asked.wait(60)
+        assert one("bob", max_tokens=4) == letters(4, 4)
+        assert not blocked.done()
+        full.set()
+        assert blocked.result() == letters(16, 32)
+
+
 def test_a_tenant_at_its_quota_waits_alone(model, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("alice alice-0123456789abcdef\nbob bob-0123456789abcdef\n")
@@ -223,17 +314,40 @@ def test_who_finds_no_memory_that_could_come_free_is_told(model, tmp_path):
 
 
 def test_stopping_answers_what_was_accepted_and_refuses_the_rest(model):
-    with running(model, slow_engine(model)) as live, ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(live.post, ask(max_tokens=60, seed=i)) for i in range(8)]
+    """What waits for a row, too."""
+    with (
+        running(model, slow_engine(model), pace=Pace(rows=2)) as live,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        asked = [pool.submit(live.post, ask(max_tokens=30, seed=i)) for i in range(8)]
         wait_until(lambda: live.loop.running + len(live.loop.waiting) == 8)
+        assert len(live.loop.waiting) == 6
         live.server.begin_stop()
         late = live.post(ask())
         assert late.status_code == 503
         assert late.headers["retry-after"]
         assert live.get("/ready").status_code == 503
         for seed, one in enumerate(asked):
-            assert one.result().json()["choices"][0]["text"] == letters(4, 60, seed)
+            assert one.result().json()["choices"][0]["text"] == letters(4, 30, seed)
         wait_until(lambda: live.server.should_exit)
+
+
+def test_a_reader_that_is_behind_has_the_drains_time(model, monkeypatch):
+    """Also once the engine has nothing more to do."""
+    monkeypatch.setattr(server, "_LAST_SECONDS", 0.1)
+    with running(model, slow_engine(model, 0.001), limits=PATIENT, drain_seconds=600) as live:
+        with unread(live, ask(max_tokens=1000, n=8, canvas=64, **SHOWN)) as reader:
+            wait_until(lambda: live.loop.running)
+            wait_until(lambda: live.loop.idle)
+            assert live.metric("vllm:request_success_total") == 0
+            live.server.begin_stop()
+            wait_until(lambda: live.server.should_exit)
+            time.sleep(1)
+            found = b""
+            while part := reader.recv(2**16):
+                found += part
+        assert b"data: [DONE]" in found
+        assert found.count(b'"finish_reason": "length"') == 8
 
 
 def test_stopping_has_a_time_limit(model):
@@ -318,7 +432,18 @@ def test_load_is_measured_at_the_client(model, tmp_path):
         assert 0 < found["median_ttft_ms"] <= found["median_e2el_ms"]
 
 
-@pytest.mark.full
+def test_where_nothing_is_answered_the_servers_reason_is_shown(model, tmp_path, capsys):
+    limits = Limits(prompt_tokens=20)
+    with running(model, QuickEngine(model), limits=limits) as live:
+        path = tmp_path / "load.json"
+        args = ["--requests", "3", "--prefix-tokens", "40", "--json", str(path)]
+        assert main(["bench", "serve", live.url, *args]) == 1
+        said = " ".join(capsys.readouterr().out.split())
+        assert "3 not answered, status 400: the prompt has 296 tokens, and 20 may be" in said
+        assert json.loads(path.read_text())["statuses"] == {"400": 3}
+
+
+@pytest.mark.runs
 def test_a_minute_at_twice_its_capacity():
     script = Path(__file__).parents[2] / "benchmarks" / "serve_soak.py"
     command = [sys.executable, str(script), "--seconds", "60"]

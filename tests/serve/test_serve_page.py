@@ -34,7 +34,7 @@ def test_what_it_asks_for_is_there(quick):
         assert f"\n{name}{{" in text, name
 
 
-@pytest.mark.full
+@pytest.mark.runs
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_a_generation_is_watched_to_its_end(model, tmp_path):
     engine = QuickEngine(model)

@@ -28,3 +28,27 @@ def test_the_defaults_are_64_programs_at_most(model, name, watched, builder, mon
     assert 8 <= len(set(called)) <= 64
     looks = {shape for shape, probes in (c for c in called if len(c) == 2) if probes}
     assert bool(looks) == (watched and policy.shared)
+
+
+def test_who_stops_a_warm_up_waits_for_one_program_only(model, monkeypatch):
+    """What `done` raises ends it before the next one, also between those of one size."""
+
+    class StopError(Exception):
+        pass
+
+    def done(text):
+        if len(called) == 3:
+            raise StopError
+
+    called = []
+    policy, depths = get_policy("bicache"), Depths(((0.0, 1),))
+    engine = Engine(model.sampler(), policy, Sizes(1e6, 1e6), depths)
+    monkeypatch.setattr(engine, "_call", lambda *args: called.append(args))
+    monkeypatch.setattr(engine._builds, "_run", lambda *args: called.append(args))
+    with pytest.raises(StopError):
+        warm(engine, ServeOptions(Path("model")), lambda text: None, done)
+    assert len(called) == 3
+    called.clear()
+    with pytest.raises(StopError):
+        engine._builds.warm(256, 128, 2, lambda: done(""))
+    assert len(called) == 3

@@ -63,6 +63,41 @@ def test_a_tenant_that_was_idle_neither_saves_up_nor_owes():
     assert 2 <= order.count("busy") <= 4
 
 
+def test_a_long_answer_is_weighed_again_at_each_canvas():
+    """One row: a tenant that comes later gets every other canvas until it has what it wanted."""
+    waiting, growing, order = Waiting(1000, 10.0), [], []
+    long = ticket("long", tokens=160)
+    long.ask = replace(long.ask, canvas=8)
+    waiting.add(long)
+    for turn in range(12):
+        found = waiting.next(0.0, set(), growing)
+        order.append(found.tenant.name)
+        if found in growing:
+            growing.remove(found)
+            waiting.charge(found)
+        else:
+            waiting.take(found)
+        if turn == 3:  # the long one has had four canvases
+            for i in range(3):
+                waiting.add(ticket("short", i))
+        if found is long:
+            growing.append(long)
+    assert order[:5] == ["long"] * 4 + ["short"]
+    assert order[4:9].count("short") == 3
+    assert "long" in order[4:7]
+    waiting.add(ticket("long", priority=-10))
+    assert waiting.next(0.0, set(), growing) is long  # what has begun comes first
+
+
+def test_what_is_filled_before_a_suffix_is_paid_for_as_a_whole():
+    whole = ticket("a", tokens=64)
+    whole.ask = replace(whole.ask, canvas=8, suffix=np.zeros(100, np.int32))
+    request = whole.request(263)
+    assert whole.cost == len(request.tokens) * 64 == (4 + 64 + 100) * 64
+    few = replace(whole.ask, sampling=SamplingConfig(steps=8))
+    assert replace(whole, ask=few).cost == 168 * 8
+
+
 def test_priorities_order_a_tenants_own_requests_only():
     waiting = Waiting(1000, 10.0)
     for name, priority in (("a", 0), ("a", -5), ("b", 10), ("a", 3)):
@@ -100,8 +135,12 @@ def test_a_quantum_ends_in_time_once_its_shape_is_known():
     assert quantum.steps("new") == 1
     quantum.learn("new", 1, 0.05)
     assert quantum.steps("new") == 5
+    assert quantum.steps("new", watched=True) == 2
     quantum.learn("fast", 4, 0.004)
     assert quantum.steps("fast") == 16
-    assert quantum.steps("fast", watched=True) == 2
+    # Who looks at each step does not take the others' time by many short calls.
+    assert quantum.steps("fast", watched=True) == 16
+    assert quantum.steps("other", watched=True) == 2
     quantum.learn("slow", 1, 3.0)
     assert quantum.steps("slow") == 1
+    assert quantum.steps("slow", watched=True) == 2
