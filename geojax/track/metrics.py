@@ -27,7 +27,7 @@ _NUMBERS = {
 }
 _OTHERS = {
     "start": ("method", "clock", "seed"),
-    "slice": ("slice", "tokens"),
+    "slice": ("slice",),
     "eval": ("loss", "perplexity"),
     **dict.fromkeys(("refused", "decision", "plan"), ("round",)),
 }

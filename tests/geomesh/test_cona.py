@@ -329,6 +329,7 @@ def stop_when_one_is_done(round_number: int):
     return hook
 
 
+@pytest.mark.runs
 def test_a_run_stopped_around_a_change_goes_on_as_if_it_had_not(
     config, injected, trainers, tmp_path
 ):
