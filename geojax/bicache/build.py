@@ -118,9 +118,7 @@ class Builds:
         name = f"canvas {masks}" if masks else self.builder
         return self._store.acquire(segments, job.salt, name, partial(self._fill, masks))
 
-    def warm(
-        self, prefix: int, suffix: int, segments: int, between: Callable[[], None] = lambda: None
-    ) -> None:
+    def warm(self, prefix: int, suffix: int, segments: int, between: Callable[[], None]) -> None:
         """Compile what prefixes of up to so many tokens need, before suffixes of up to so many.
         `between`: called before each program, and may raise."""
         longest = pages_of(prefix, self._memory.page)

@@ -326,7 +326,7 @@ class Engine:
         suffix: int,
         block: int,
         segments: int = 1,
-        between: Callable[[], None] = lambda: None,
+        between: Callable[[], None] | None = None,
     ) -> float:
         """Compile what requests within these sizes need, and the seconds that it took.
 
@@ -335,6 +335,7 @@ class Engine:
         `between`: called before each program, and may raise.
         """
         started = time.perf_counter()
+        between = between or (lambda: None)
         reuses = prefix and self.policy.name != "none"
         most = pages_of(prefix, self.page) + segments - 1 if reuses else 0
         watched = bool(self.policy.shared and self.guard and self.guard.least)
