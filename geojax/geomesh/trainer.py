@@ -113,7 +113,7 @@ class Trainer:
         if config.clock.kind == "modelled":
             self.exchange_seconds = modelled_exchange_seconds(config, self.traffic.payload_bytes)
             self._clock = ModelledClock(self.exchange_seconds)
-        self._others = meta["slices"] if meta and meta["slices"] != list(self._names) else []
+        self._others = meta["slices"] if meta and meta["slices"] != self._names else []
         if meta:
             check_origin(meta, config, corpus, any_slices=True)
         if meta and not self._others:

@@ -6,29 +6,16 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from apart import SEQ_LEN, make_config
 from made_text import write_words
 
 from geojax import runs
-from geojax.config import (
-    BalanceConfig,
-    CheckpointConfig,
-    ClockConfig,
-    DataConfig,
-    EvalConfig,
-    ExchangeConfig,
-    OptimizerConfig,
-    RunConfig,
-    SliceConfig,
-    SourceConfig,
-    TokenizerConfig,
-    TrainConfig,
-)
+from geojax.config import CheckpointConfig, ExchangeConfig, RunConfig, SliceConfig
 from geojax.geomesh import parts
-from geojax.models.config import TransformerConfig
 from geojax.track.metrics import read_records
 from geojax.track.summary import check_accounting, load_run
 
-VOCAB, SEQ_LEN, BATCH, ROUNDS = 258, 16, 4, 6
+ROUNDS = 6
 BEFORE = (
     SliceConfig("a", region="eastus", speed=2.0),
     SliceConfig("b", region="westus2", speed=1.0),
@@ -48,27 +35,9 @@ def text(tmp_path_factory):
 @pytest.fixture
 def config(text, monkeypatch) -> RunConfig:
     monkeypatch.setenv("GEOJAX_CACHE", str(text.parent / "cache"))
-    return RunConfig(
-        name="others",
-        model=TransformerConfig(VOCAB, dim=16, layers=2, heads=2, kv_heads=2, mlp_dim=24),
-        data=DataConfig(
-            source=SourceConfig(kind="files", paths=(str(text),)),
-            tokenizer=TokenizerConfig(vocab_size=VOCAB),
-            seq_len=SEQ_LEN,
-            valid_fraction=0.2,
-        ),
-        train=TrainConfig(
-            total_tokens=ROUNDS * 12 * BATCH * SEQ_LEN,
-            optimizer=OptimizerConfig(name="lion", learning_rate=1e-3),
-            compute_dtype="float32",
-        ),
+    return replace(
+        make_config(text, ExchangeConfig(schedule="two_phase"), ROUNDS),
         slices=BEFORE,
-        balance=BalanceConfig(inner_steps=4, batch_sizes=(BATCH,)),
-        clock=ClockConfig(
-            kind="modelled", wan="geomesh-azure", base_step_seconds=1.0, base_batch=BATCH
-        ),
-        exchange=ExchangeConfig(schedule="two_phase"),
-        eval=EvalConfig(sequences=16, batch=8),
         checkpoint=CheckpointConfig(every_rounds=1),
     )
 
