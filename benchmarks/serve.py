@@ -85,13 +85,11 @@ class Served:
         service = Service("random", Prompts(model), self.loop, Limits(), metrics)
         socket = listen("127.0.0.1", 0, 30.0)
         self.url = f"http://127.0.0.1:{socket.getsockname()[1]}"
-        self._server = Server(
-            make_app(service, Tenants(keys), 600.0, keys is None), self.loop, 60.0
-        )
+        app = make_app(service, Tenants(keys), 600.0, keys is None)
+        self._server = Server(app, self.loop, 60.0, self.loop.start)
         run = self._server.serve([socket])
         self._thread = threading.Thread(target=asyncio.run, args=(run,))
         self._thread.start()
-        self.loop.start()
         while self.loop.state != "ready":
             time.sleep(0.01)
 

@@ -81,10 +81,12 @@ def serve() -> None:
         service = Service("soak", Prompts(model), loop, limits, metrics)
         listening = listen("127.0.0.1", 0, limits.stall_seconds)
         waits = Waits(make_app(service, Tenants(), 60.0, True))
-        server = Server(waits, loop, 20.0)
-        print(f"http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
-        loop.start(lambda say: _warm(engine))
-        asyncio.run(server.serve([listening]))
+
+        def begin() -> None:
+            print(f"http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
+            loop.start(lambda say: _warm(engine))
+
+        asyncio.run(Server(waits, loop, 20.0, begin).serve([listening]))
         engine.check_books()
         assert engine.kv.taken == engine.store.kv_pages, "a request's pages were not given back"
         loop.stop(10.0)

@@ -55,20 +55,22 @@ def run_serve(options: ServeOptions) -> None:
     app = make_app(service, tenants, options.stuck_seconds, local)
     socket_ = listen(options.host, options.port, options.limits.stall_seconds)
     _log_to_stderr()
-    console.print(f"{name} at {url_of(socket_)}: {describe(engine, options)}", soft_wrap=True)
     say = partial(console.print, soft_wrap=True)
-    loop.start(partial(warm, engine, options, say))
-    server = Server(app, loop, options.drain_seconds)
-    asyncio.run(server.serve([socket_]))
+
+    def begin() -> None:
+        say(f"{name} at {url_of(socket_)}: {describe(engine, options)}")
+        loop.start(partial(warm, engine, options, say))
+
+    asyncio.run(Server(app, loop, options.drain_seconds, begin).serve([socket_]))
     hung = loop.stuck_for() > options.stuck_seconds
     loop.stop(_JOIN_SECONDS)
     if loop.finished:
         if loop.state == "dead":
             raise RunError("the engine died; its error is in the log above")
-        console.print("stopped", soft_wrap=True)
+        say("stopped")
         return
     # A thread that is inside XLA while Python takes itself apart crashes the process.
-    console.print("stopped; a call of the engine was cut off", soft_wrap=True)
+    say("stopped; a call of the engine was cut off")
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -10,6 +10,7 @@ import asyncio
 import math
 import socket
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -25,9 +26,11 @@ _CALL_SECONDS = 5  # for a call of the engine to end, after the time limit
 
 
 class Server(uvicorn.Server):
-    """Of one engine."""
+    """Of one engine. `begin` is called once signals are caught, before anything is answered."""
 
-    def __init__(self, app: ASGIApp, loop: EngineLoop, drain_seconds: float):
+    def __init__(
+        self, app: ASGIApp, loop: EngineLoop, drain_seconds: float, begin: Callable[[], None]
+    ):
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -39,7 +42,7 @@ class Server(uvicorn.Server):
             proxy_headers=False,
         )
         super().__init__(config)
-        self._loop, self._drain = loop, drain_seconds
+        self._loop, self._drain, self._begin = loop, drain_seconds, begin
         self._until: float | None = None
 
     def begin_stop(self) -> None:
@@ -54,6 +57,10 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # The handler may interrupt whoever holds the loop's lock, so it only asks.
         asyncio.get_running_loop().call_soon_threadsafe(self.begin_stop)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._begin()
+        await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
         if self._until is not None and not self.should_exit:

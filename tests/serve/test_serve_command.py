@@ -181,9 +181,12 @@ def test_a_warm_up_shows_how_far_it_is_and_can_be_stopped(start, folder):
     assert stopped.end() == 0
 
 
+# Signals are caught late: whoever reads the first line may send one at once.
 _ENDLESS = """
 import sys
+import time
 import jax
+import uvicorn
 from geojax import cli
 from geojax.bicache.engine import Engine
 
@@ -192,7 +195,12 @@ def warm(*args, **kwargs):
     spin = jax.jit(lambda x: jax.lax.while_loop(lambda x: x >= 0, lambda x: (7 * x + 1) % 99, x))
     spin(1).block_until_ready()
 
+def catch(server, catch=uvicorn.Server.capture_signals):
+    time.sleep(2)
+    return catch(server)
+
 Engine.warm = warm
+uvicorn.Server.capture_signals = catch
 sys.exit(cli.main(["serve", *sys.argv[1:]]))
 """
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import httpx2
@@ -155,12 +155,11 @@ def running(
     loop = EngineLoop(engine, pace or Pace(), metrics)
     service = Service("tiny", Prompts(model), loop, limits, metrics)
     app = make_app(service, Tenants(keys), stuck_seconds, local=keys is None)
-    server = Server(app, loop, drain_seconds)
+    server = Server(app, loop, drain_seconds, partial(loop.start, warm))
     listening = listen("127.0.0.1", 0, limits.stall_seconds)
     port = listening.getsockname()[1]
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
     thread.start()
-    loop.start(warm)
     live = Live(f"http://127.0.0.1:{port}", loop, server, service)
     try:
         if warm is None:
