@@ -133,10 +133,13 @@ class Denoiser:
                 params, state.pool, rows, canvas, rules, seen, refresh
             )
         else:
-            found, pool, work, drift = lax.cond(
-                jnp.any(refresh),
-                lambda pool: self._whole(params, pool, rows, canvas, rules, seen, refresh),
-                lambda pool: self._part(params, pool, rows, canvas, rules, seen),
+            which, parts = self._parts(params, rows, canvas, rules, seen)
+            found, pool, work, drift = lax.switch(
+                jnp.where(jnp.any(refresh), len(parts), which),
+                [
+                    *parts,
+                    lambda pool: self._whole(params, pool, rows, canvas, rules, seen, refresh),
+                ],
                 state.pool,
             )
         reading = read_window(
@@ -252,23 +255,18 @@ class Denoiser:
         )
         return self._predicting(x, seen.positions - rows.prefix[:, None]), pool, work, drift
 
-    def _part(self, params, pool: Pool, rows: Rows, canvas, rules, seen):
-        """The window's rows alone; all others are read."""
-        if self.reach == "block":
-            return self._window(
-                self._width(self.window_rows), params, pool, rows, canvas, rules, seen
-            )
-        # From the block on, in the narrowest of a few widths that hold it.
+    def _parts(self, params, rows: Rows, canvas, rules, seen):
+        """Forms of a step that runs the window's rows alone and reads all others; and which."""
         widths = [self._width(self.window_rows)]
-        while widths[-1] < self.suffix_rows:
-            widths.append(min(2 * widths[-1], self.suffix_rows))
+        if self.reach == "rest":  # in the narrowest of a few widths that hold it
+            while widths[-1] < self.suffix_rows:
+                widths.append(min(2 * widths[-1], self.suffix_rows))
         left = jnp.where(canvas.done, 0, rules.length - self._first(canvas, rows))
         which = jnp.sum(jnp.max(left) > jnp.array(widths[:-1], jnp.int32))
-        branches = [
+        return which, [
             lambda pool, width=width: self._window(width, params, pool, rows, canvas, rules, seen)
             for width in widths
         ]
-        return lax.switch(which, branches, pool)
 
     def _window(self, width: int, params, pool: Pool, rows: Rows, canvas, rules, seen):
         layers, page = self.model.config.layers, pool.k.shape[1]

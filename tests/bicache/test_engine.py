@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import slow_engine
 
+from geojax.bicache import policy
 from geojax.bicache.depth import Depths
 from geojax.bicache.engine import Engine, Job, Sizes
 from geojax.bicache.pages import NoPagesError, kv_page_bytes
 from geojax.bicache.policy import get_policy
-from geojax.bicache.shapes import bucket, buckets, page_bucket, page_buckets
+from geojax.bicache.shapes import bucket, buckets, page_bucket, page_buckets, shapes_within
 from geojax.config import ConfigError, RunError
 from geojax.diffusion.choose import read
 from geojax.diffusion.request import Request, SamplingConfig, prompt
@@ -401,3 +402,15 @@ def test_policies_and_tables_that_mean_nothing_are_refused():
     assert Depths(((0.7, 2),)).at(56 / 80) == Depths(((0.29, 2),)).at(29 / 100) == 2
     with pytest.raises(ConfigError, match="shares 9 layers, and the model has 4"):
         Engine(sampler(), get_policy("bicache"), SIZES, Depths(((0.0, 9),)))
+
+
+@pytest.mark.parametrize("name", policy.POLICIES)
+def test_no_step_makes_a_copy_of_the_pool(name):
+    """As conditions inside conditions do: it would be read and written at every step."""
+    engine = Engine(sampler(), get_policy(name), Sizes(6e7, 1e6, page=PAGE), DEPTHS)
+    shape = max(shapes_within([1], 4, 128, 16))
+    rows, canvas, rules = engine.shapes.assemble([], shape, 0, [])
+    program = engine._program(shape)
+    args = (sampler().params, engine.memory.pool, rows, canvas, rules, np.int32(1))
+    compiled = program.func.lower(*args, **program.keywords).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 3e7
