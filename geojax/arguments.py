@@ -89,8 +89,8 @@ def has(args: list[str], name: str) -> bool:
 
 def steered(args: list[str]) -> tuple[list[str], RunConfig]:
     """--strategy TEXT and --chain FILE take the place of whatever way the preset goes by."""
+    from geojax.config.files import read_chain
     from geojax.configs import load_config
-    from geojax.runs import read_chain
 
     config = load_config(args[0])
     both = has(args, "--strategy") and has(args, "--chain")

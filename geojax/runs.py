@@ -18,11 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from geojax.config import (
-    ChainLeg,
     ClusterConfig,
     ConfigError,
     RunConfig,
@@ -30,6 +28,7 @@ from geojax.config import (
     require,
     with_strategy,
 )
+from geojax.config.files import read_config, to_json
 from geojax.config.folder import require_local
 from geojax.track.metrics import MetricsWriter, write_atomically
 
@@ -38,47 +37,10 @@ if TYPE_CHECKING:
     from geojax.platform import Rows, Watchdog
     from geojax.train.checkpoint import Checkpoints
 
-_ADAPTER = TypeAdapter(RunConfig)
-
 
 def save_config(config: RunConfig, path: Path) -> None:
     """Write `config` as JSON, atomically."""
-    write_atomically(path, _ADAPTER.dump_json(config, indent=2).decode() + "\n")
-
-
-def read_config(path: Path) -> RunConfig:
-    """Read what `save_config` wrote; ConfigError where it is missing or not a config."""
-    require_local(path.parent)
-    try:
-        return _ADAPTER.validate_json(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(
-            f"{path.parent} is not a run folder: cannot read {path.name} ({error.strerror})"
-        ) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{path}: {place}: {first['msg']}") from error
-
-
-def read_chain(path: Path) -> tuple[ChainLeg, ...]:
-    """A fixed chain from JSON: a list of {"tokens": seen when it begins, "strategy": text}.
-
-    ConfigError where it cannot be read, or is none.
-    """
-    try:
-        legs = TypeAdapter(tuple[ChainLeg, ...]).validate_json(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"cannot read the chain {path}: {error.strerror}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(
-            f"{path}: {place}: {first['msg']}; a chain is a list like "
-            '[{"tokens": 0, "strategy": "dp2-tp1-pp1-mb1-gb8"}]'
-        ) from error
-    require(legs, f"{path} has no leg; give one at least, which begins at 0 tokens")
-    return legs
+    write_atomically(path, to_json(config) + "\n")
 
 
 def start(config: RunConfig, folder: Path | str, console: Console | None = None) -> bool:

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from geojax.config import RunConfig
+from geojax.config.files import read_config
 from geojax.data import TaskSet, Tokenizer, cache_dir, read_tokenizer
 from geojax.models.config import TransformerConfig
 from geojax.models.transformer import Params
 from geojax.models.weights import SpecialTokens
 from geojax.models.weights import read_config as read_weights_config
 from geojax.models.weights.special import TOKENIZER
-from geojax.runs import read_config
 from geojax.train.checkpoint import read_params
 
 

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from geojax.config import require
+from geojax.config.base import require
 from geojax.config.own import load_own
 from geojax.models.attention import NEVER, Attend, attend
 from geojax.models.collectives import ONE_DEVICE, Collectives

@@ -27,6 +27,7 @@ from geojax.config import (
     TokenizerConfig,
     slice_strategy,
 )
+from geojax.config.files import read_config
 from geojax.geomesh.clock import modelled_exchange_seconds, modelled_profiles, traffic
 from geojax.geomesh.options import choices, work_strategy
 from geojax.geomesh.records import derived_rows
@@ -69,7 +70,7 @@ def helps(error: Exception) -> bool:
 def check_json(config: RunConfig, folder: Path) -> None:
     path = folder / "config.json"
     runs.save_config(config, path)
-    assert runs.read_config(path) == config
+    assert read_config(path) == config
 
 
 def trace(config: RunConfig, most_programs: int = 2) -> int:

@@ -20,7 +20,8 @@ from benchmarks.wan.lab import Lab, open_lab
 from benchmarks.wan.traffic import Report, traffic_report
 from benchmarks.wan.world import PORT, Node, Weather, make_world, read_wan
 from geojax.config import ConfigError, RunConfig, RunError, require
-from geojax.runs import read_config, save_config
+from geojax.config.files import read_config
+from geojax.runs import save_config
 from geojax.track.metrics import read_records, to_json, write_atomically
 
 _POLL_SECONDS = 0.01  # a message of signs is under way for so long
@@ -32,7 +33,7 @@ _RESTARTS = 20  # of each process
 _USER_MISTAKE = 2  # exit code that a new start would give again
 _CONFIG_FILE = """from pathlib import Path
 
-from geojax.runs import read_config
+from geojax.config.files import read_config
 
 
 def config():

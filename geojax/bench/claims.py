@@ -7,27 +7,33 @@ where it is within a tenth. Nothing here holds a figure of ours. Published figur
 abstracts and of public notes on the papers; units are in the forms.
 """
 
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from geojax.bench.cona_tables import LATE, LEAST_GAIN, MOST_OVER_ORACLE
-from geojax.bench.geomesh import PUBLISHED_HOURS
-from geojax.simulate.tables import ABOUT, PUBLISHED_IDLE, PUBLISHED_TO_TARGET
+from geojax.bench.cona_tables import LEAST_GAIN, MOST_OVER_ORACLE
+from geojax.bench.figures import (
+    Figure,
+    collapse,
+    hours,
+    idle,
+    idle_ratio,
+    least_gain,
+    loss,
+    most,
+    most_gain,
+    most_over_oracle,
+    of_models,
+    payload,
+    planner_over_best,
+    saved,
+    simulated_idle_ratio,
+    throughput,
+    to_target,
+)
+from geojax.bench.published import ABOUT, PUBLISHED_HOURS, PUBLISHED_IDLE, PUBLISHED_TO_TARGET
 
 Relation = Literal["at least", "at most", "about"]
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure of ours, and its spread where there is one."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-    basis: str = ""
-    """What it was made from, and so what the spread is over."""
 
 
 @dataclass(frozen=True)
@@ -62,176 +68,6 @@ class Claim:
 
     def show(self, value: float) -> str:
         return format(value, self.form)
-
-
-def _of_seeds(values: Iterable[float]) -> Figure | None:
-    """Their mean, least and most."""
-    found = list(values)
-    if not found:
-        return None
-    if len(found) == 1:
-        return Figure(found[0], basis="one seed")
-    return Figure(
-        statistics.mean(found), min(found), max(found), f"{len(found)} seeds, least to most"
-    )
-
-
-def _by_seed(content: Any, method: str) -> dict[int, Mapping[str, Any]]:
-    return {r["seed"]: r for r in content["results"] if r["method"] == method}
-
-
-def _pairs(content: Any, method: str) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Runs of DiLoCo and of `method`, by seed."""
-    mine = _by_seed(content, method)
-    return [(theirs, mine[s]) for s, theirs in _by_seed(content, "diloco").items() if s in mine]
-
-
-def _saved(content: Any) -> Figure | None:
-    pairs = _pairs(content, "geomesh")
-    if not all(a["hours_to_target"] and b["hours_to_target"] for a, b in pairs):
-        return None
-    return _of_seeds(1 - b["hours_to_target"] / a["hours_to_target"] for a, b in pairs)
-
-
-def _idle(kind: str) -> Callable[[Any], Figure | None]:
-    return lambda content: _of_seeds(r[kind] for r in _by_seed(content, "geomesh").values())
-
-
-def _idle_ratio(kind: str) -> Callable[[Any], Figure | None]:
-    return lambda content: _of_seeds(a[kind] / b[kind] for a, b in _pairs(content, "geomesh"))
-
-
-def _simulated_idle_ratio(content: Any) -> Figure:
-    """Of the WAN; nothing is drawn by chance."""
-    idle = content["idle"]
-    return Figure(idle["diloco"][1] / idle["geomesh"][1])
-
-
-def _payload(content: Any) -> Figure | None:
-    return _of_seeds(r["payload_ratio"] for r in _by_seed(content, "geomesh").values())
-
-
-def _hours(method: str) -> Callable[[Any], Figure | None]:
-    """For the same tokens, on the scale of DiLoCo's published ones."""
-
-    def find(content: Any) -> Figure | None:
-        return _of_seeds(
-            PUBLISHED_HOURS["diloco"] * (b["hours"] / b["tokens"]) / (a["hours"] / a["tokens"])
-            for a, b in _pairs(content, method)
-        )
-
-    return find
-
-
-def _to_target(method: str) -> Callable[[Any], Figure | None]:
-    def find(content: Any) -> Figure | None:
-        hours = content["hours_by_size"]["150m"].get(method)
-        return _of_seeds(hours * share for share in content["tokens_to_target"].get(method, ()))
-
-    return find
-
-
-def _late(result: Mapping[str, Any], name: str, shares: Sequence[float]) -> list[Any]:
-    """Times over CONA's to the targets that count, each with whether it was reached."""
-    pairs = zip(result["ratios"].get(name, ()), shares, strict=False)
-    return [r for r, share in pairs if share >= LATE]
-
-
-def _of_models(model: str, measure: Callable[[Any, Sequence[float]], float | None]):
-    """A figure of each seed's run of a model; of any, `model` being empty."""
-
-    def find(content: Any) -> Figure | None:
-        mine = [r for r in content["results"] if model in ("", r["model"])]
-        found = (measure(r, content["shares"]) for r in mine)
-        return _of_seeds(x for x in found if x is not None)
-
-    return find
-
-
-def _least_gain(result: Mapping[str, Any], shares: Sequence[float]) -> float | None:
-    """Over the shortest iteration; one that never came to a target took longer still."""
-    return min((r["ratio"] for r in _late(result, "shortest iteration", shares)), default=None)
-
-
-def _most_over_oracle(result: Mapping[str, Any], shares: Sequence[float]) -> float | None:
-    return max(result["over_oracle"], default=None)
-
-
-def _planner_over_best(result: Mapping[str, Any], shares: Sequence[float]) -> float | None:
-    """The shortest iteration's time over that of the best of all other ways, at the late target
-    where it is largest."""
-    ways = [_late(result, n, shares) for n in result["ratios"] if n != "shortest iteration"]
-    best = [
-        min((r["ratio"] for r in column if r["reached"]), default=None)
-        for column in zip(*(way for way in ways if way), strict=True)
-    ]
-    mine = _late(result, "shortest iteration", shares)
-    found = [m["ratio"] / b for m, b in zip(mine, best, strict=False) if b is not None]
-    return max(found, default=None)
-
-
-def _most(measure: Callable[[Any, Sequence[float]], float | None]):
-    """The most that a run of any model comes to."""
-
-    def find(content: Any) -> Figure | None:
-        found = [measure(r, content["shares"]) for r in content["results"]]
-        known = [x for x in found if x is not None]
-        return Figure(max(known), basis=f"{len(known)} runs, the most") if known else None
-
-    return find
-
-
-def _most_gain(result: Mapping[str, Any], shares: Sequence[float]) -> float | None:
-    return max((r["ratio"] for r in _late(result, "shortest iteration", shares)), default=None)
-
-
-def _throughput(policy: str, every: int | None, share: float) -> Callable[[Any], Figure | None]:
-    """At batch 1, as published."""
-
-    def find(content: Any) -> Figure | None:
-        for point in content["points"]:
-            for row in point["rows"]:
-                asked = (policy, every) == (row["policy"], row["every"])
-                if asked and point["batch"] == 1 and point["share"] == share:
-                    basis = f"{point['rounds']} rounds, quartiles"
-                    return Figure(row["ratio"] - 1, row["low"] - 1, row["high"] - 1, basis)
-        return None
-
-    return find
-
-
-def _loss(content: Any) -> Figure | None:
-    """The largest loss of accuracy at the profiled depth, with its bound; where that is all layers
-    the policy that shares all, and where it is none nothing is lost."""
-    found = [
-        r
-        for r in content["results"]
-        if r["cell"]["policy"] in ("bicache", "full")
-        and r["cell"]["depth"] == content["depths"].get(str(r["cell"]["share"]))
-    ]
-    if not found:
-        return None
-    worst = max(found, key=lambda r: r["bound"])
-    places = len({(r["cell"]["task"], r["cell"]["share"]) for r in found})
-    basis = f"{places} tasks and shares, {content['examples']:,} requests each; one-sided 95 %"
-    return Figure(worst["loss"], None, worst["bound"], basis)
-
-
-def _collapse(content: Any) -> Figure | None:
-    """The largest loss of reuse in all layers against the same refreshes without sharing."""
-    results = content["results"]
-    plain = {
-        (r["cell"]["task"], r["cell"]["share"]): r["accuracy"]
-        for r in results
-        if r["cell"]["policy"] == "refresh"
-    }
-    losses = [
-        plain[r["cell"]["task"], r["cell"]["share"]] - r["accuracy"]
-        for r in results
-        if r["cell"]["policy"] == "full"
-    ]
-    basis = f"{len(losses)} tasks and shares, {content['examples']:,} requests each"
-    return Figure(max(losses), basis=basis) if losses else None
 
 
 _TEXT = (
@@ -272,7 +108,7 @@ CLAIMS: tuple[Claim, ...] = (
         0.702,
         ".1%",
         "geomesh",
-        _saved,
+        saved,
         _MODELLED,
     ),
     *(
@@ -283,7 +119,7 @@ CLAIMS: tuple[Claim, ...] = (
             published,
             ".1%",
             "geomesh",
-            _idle(kind),
+            idle(kind),
             _SET,
         )
         for name, kind, published in zip(
@@ -301,7 +137,7 @@ CLAIMS: tuple[Claim, ...] = (
             published,
             ".1f",
             "geomesh",
-            _idle_ratio(kind),
+            idle_ratio(kind),
             _SET,
         )
         for name, kind, published in (
@@ -316,7 +152,7 @@ CLAIMS: tuple[Claim, ...] = (
         5.6,
         ".1f",
         "latency",
-        _simulated_idle_ratio,
+        simulated_idle_ratio,
         _LATENCY,
     ),
     Claim(
@@ -326,7 +162,7 @@ CLAIMS: tuple[Claim, ...] = (
         32.0,
         ".1f",
         "geomesh",
-        _payload,
+        payload,
         "counted; magnitudes and headers are in it",
     ),
     *(
@@ -337,7 +173,7 @@ CLAIMS: tuple[Claim, ...] = (
             PUBLISHED_TO_TARGET[method],
             ".2f",
             "tables",
-            _to_target(method),
+            to_target(method),
             f"DiLoCo's are the scale, {PUBLISHED_TO_TARGET['diloco']} for all of its tokens; what "
             "share of its tokens another takes was measured with a small model",
         )
@@ -351,7 +187,7 @@ CLAIMS: tuple[Claim, ...] = (
             PUBLISHED_HOURS[method],
             ".1f",
             "geomesh",
-            _hours(method),
+            hours(method),
             f"DiLoCo's are the scale, {PUBLISHED_HOURS['diloco']}",
             _BYTES,
         )
@@ -386,7 +222,7 @@ CLAIMS: tuple[Claim, ...] = (
             LEAST_GAIN,
             ".2f",
             "cona",
-            _of_models(model, _least_gain),
+            of_models(model, least_gain),
             _CURVES,
         )
         for name, model in _MODELS
@@ -398,7 +234,7 @@ CLAIMS: tuple[Claim, ...] = (
         9.6,
         ".2f",
         "cona",
-        _most(_most_gain),
+        most(most_gain),
         _CURVES,
     ),
     *(
@@ -409,7 +245,7 @@ CLAIMS: tuple[Claim, ...] = (
             MOST_OVER_ORACLE,
             ".1%",
             "cona",
-            _of_models(model, _most_over_oracle),
+            of_models(model, most_over_oracle),
             _CURVES,
             _ORACLE,
         )
@@ -423,7 +259,7 @@ CLAIMS: tuple[Claim, ...] = (
             1.8,
             ".2f",
             "cona",
-            _of_models(model, _planner_over_best),
+            of_models(model, planner_over_best),
             _CURVES,
         )
         for name, model in _MODELS
@@ -435,7 +271,7 @@ CLAIMS: tuple[Claim, ...] = (
         11.4,
         ".2f",
         "cona",
-        _most(_planner_over_best),
+        most(planner_over_best),
         _CURVES,
     ),
     *(
@@ -446,7 +282,7 @@ CLAIMS: tuple[Claim, ...] = (
             gain,
             "+.1%",
             "throughput",
-            _throughput("bicache", 16, share),
+            throughput("bicache", 16, share),
             f"{_RANDOM}; what sharing adds to not computing the prefix every step is in "
             "docs/bicache.md",
         )
@@ -459,7 +295,7 @@ CLAIMS: tuple[Claim, ...] = (
         0.983,
         "+.1%",
         "throughput",
-        _throughput("bicache-dual", None, 0.9),
+        throughput("bicache-dual", None, 0.9),
         _RANDOM,
     ),
     Claim(
@@ -469,7 +305,7 @@ CLAIMS: tuple[Claim, ...] = (
         0.018,
         ".1%",
         "bicache",
-        _loss,
+        loss,
         "generated tasks, and a small model trained on them (docs/diffusion.md)",
     ),
     Claim(
@@ -479,7 +315,7 @@ CLAIMS: tuple[Claim, ...] = (
         0.2,
         ".1%",
         "bicache",
-        _collapse,
+        collapse,
         "published as a collapse, without a figure: 20 points are our bound for the word",
     ),
 )

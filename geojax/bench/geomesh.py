@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from geojax.bench.jobs import run_all
+from geojax.bench.published import PUBLISHED_HOURS
 from geojax.config import OptimizerConfig, OuterConfig, RunConfig, require, with_seed
 from geojax.configs import BASELINES, METHODS, demo
 from geojax.track.console import format_share
@@ -31,14 +32,6 @@ from geojax.track.summary import UNITS, Summary, common_target, load_run, summar
 
 DEMO_METHODS = ("geomesh", "diloco", "balancing-only", "signs-only")
 BENCH_METHODS = (*DEMO_METHODS, "fp16", "int8", "diloco-lion", "geomesh-adamw")
-PUBLISHED_HOURS = {
-    "diloco": 12.0,
-    "balancing-only": 7.6,
-    "signs-only": 6.5,
-    "geomesh": 2.8,
-    "fp16": 10.0,
-    "int8": 8.0,
-}
 TUNE_FIRST = 256
 """First held-out sequence of tuning; reported figures end before it."""
 

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from geojax import runs
 from geojax.config import ConfigError, RunConfig, RunError, require
+from geojax.config.files import read_config
 from geojax.track.console import format_seconds
 from geojax.track.environment import usable_cores
 from geojax.track.metrics import read_records
@@ -107,7 +108,7 @@ def _claim(folder: Path, config: RunConfig) -> None:
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         runs.save_config(config, path)
-    elif runs.read_config(path) != config:
+    elif read_config(path) != config:
         raise ConfigError(
             f"{folder} holds a run with other settings; delete it, or choose another folder"
         )

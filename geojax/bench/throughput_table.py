@@ -12,6 +12,8 @@ from geojax.track.section import Target
 
 BLOCK = 32
 """Tokens of an answer."""
+STEPS = 16
+"""Of denoising."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,13 @@ class Point:
     def ratio(self, policy: str, every: int | None) -> float:
         return next(r.ratio for r in self.rows if (r.policy, r.every) == (policy, every))
 
+    @property
+    def dearer(self) -> float:
+        """What a row of a step over the block alone takes, over one of a step over all rows."""
+        whole = self.plain_seconds / STEPS
+        block = (self.plain_seconds / self.ratio("dual", None) - whole) / (STEPS - 1)
+        return block / BLOCK / (whole / self.length)
+
 
 def table(point: Point) -> Table:
     """Policies over no reuse."""
@@ -88,10 +97,12 @@ def notes(point: Point, depth: int) -> list[str]:
         f"No reuse: {p.plain_seconds:.2f} s, {tokens:.1f} tokens/s.",
         f"What sharing between requests adds, by steps between refreshes: {', '.join(gains)}.",
         f"bicache-dual over dual: {p.ratio('bicache-dual', None) / p.ratio('dual', None):.2f}x.",
+        f"A row costs {p.dearer:.1f} times as much in a step of {p.batch * BLOCK} rows (dual) as "
+        f"in one of {p.batch * p.length}: every step reads all weights.",
     ]
     if p.saved_seconds <= 0:
         return [*lines, "A refresh takes no less where the prefix is shared."]
-    pays = max(math.ceil(p.build_seconds / p.saved_seconds), 1)
+    pays = math.ceil(p.build_seconds / p.saved_seconds)
     return [
         *lines,
         f"The prefix takes {1e3 * p.build_seconds:.0f} ms to build ({depth * prefix} row-layers); "

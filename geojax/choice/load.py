@@ -9,11 +9,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from geojax import runs
 from geojax.choice.likelihood import LogLikelihood, autoregressive, masked
 from geojax.choice.pairs import Pair, encode
 from geojax.choice.rows import BATCH_TOKENS
-from geojax.config import require
+from geojax.config import files, require
 from geojax.convert import TOKENIZER
 from geojax.data import Tokenizer, read_tokenizer
 from geojax.diffusion.load import DTYPES, find_tokenizer, revision
@@ -77,7 +76,7 @@ def load_subject(folder: Path, dtype: str = "float32") -> Subject:
     folder = folder.expanduser()
     require(folder.is_dir(), f"{folder} is not a folder; name that of a run or of weights")
     is_run = (folder / "metrics.jsonl").is_file()
-    run = runs.read_config(folder / "config.json") if is_run else None
+    run = files.read_config(folder / "config.json") if is_run else None
     require(
         run is None or run.data.source.kind != "tasks",
         f"{folder} was trained on generated tasks, which have no text; score it by `geojax eval "

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, Protocol
 
 from geojax.cona.decision import Decision, Known, Situation, decide
 from geojax.cona.noise import Moments, NoiseEstimate, NoiseTracker
-from geojax.cona.rules import RateRule, rate_factor
+from geojax.cona.rules import rate_factor
 from geojax.cona.score import Option, best, envelope
 from geojax.cona.speed import SpeedBelief
 from geojax.config.cona import ConaConfig, NoiseConfig
+from geojax.config.rate import RateRule
 from geojax.meshes.candidates import Candidate
 from geojax.meshes.strategy import Strategy
 

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from geojax.cona.rules import RateRule
 from geojax.cona.score import score
 from geojax.config.cona import ConaConfig
+from geojax.config.rate import RateRule
 
 CONFIDENCE_SDS = 1.645
 """Deviations between the expected and the lower end of a gain: 95 % one-sided."""

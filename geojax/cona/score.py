@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from geojax.cona.rules import RateRule, check_step, rate_factor
+from geojax.cona.rules import check_step, rate_factor
+from geojax.config.rate import RateRule
 
 WALK_POINTS = 1000
 """Samples at which a predicted chain may switch, besides the start."""

@@ -4,8 +4,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from geojax.cona.rules import RateRule, Rule
 from geojax.config.base import STRICT, ConfigError, require
+from geojax.config.rate import RateRule, Rule
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 from geojax.config import require
+from geojax.config.files import read_config
 from geojax.data import TaskSet, tasks
 from geojax.diffusion.load import Model, load
 from geojax.diffusion.request import Request, SamplingConfig
 from geojax.models.weights import read_special
 from geojax.models.weights.special import TOKENIZER
-from geojax.runs import read_config
 from geojax.track.environment import machine
 from geojax.track.metrics import to_json, write_atomically
 

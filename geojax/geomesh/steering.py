@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 from geojax.cona.controller import NoiseWatch, rate_scale
 from geojax.cona.noise import Moments
-from geojax.cona.rules import RateRule
 from geojax.cona.score import worth
 from geojax.config import (
     BalanceConfig,
@@ -27,6 +26,7 @@ from geojax.config import (
     RunConfig,
     require,
 )
+from geojax.config.rate import RateRule
 from geojax.geomesh.balance import (
     Option,
     Plan,

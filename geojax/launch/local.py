@@ -22,8 +22,9 @@ from rich.console import Console
 from rich.text import Text
 
 from geojax.config import RunConfig, RunError, SliceConfig, require
+from geojax.config.files import read_config
 from geojax.launch.processes import ADDRESS_FILE, LAUNCHER, with_grpc
-from geojax.runs import begin_folder, read_config, stop_on_signals
+from geojax.runs import begin_folder, stop_on_signals
 
 COORDINATOR = "coordinator"
 _PROGRAM = [sys.executable, "-m", "geojax"]

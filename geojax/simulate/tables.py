@@ -18,7 +18,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from geojax.bench.geomesh import PUBLISHED_HOURS
+from geojax.bench.published import ABOUT, PUBLISHED_HOURS, PUBLISHED_IDLE, PUBLISHED_TO_TARGET
 from geojax.config import RunConfig, require
 from geojax.configs import BASELINES, METHODS, demo
 from geojax.meshes.wan import get_wan
@@ -34,15 +34,8 @@ from geojax.track.section import new_table
 from geojax.track.summary import common_target, load_run, summarise
 
 SIZES = ("150m", "300m", "500m")
-ABOUT = 0.1
-"""Relative distance within which a figure counts as the published one."""
 _ROUNDS = 400  # stand for the whole run, as a round is like the one before
 _SEQ_LEN = 1024
-
-PUBLISHED_TO_TARGET = {"diloco": 3.7, "halos": 2.0, "geomesh": 1.1}
-"""Hours to the target perplexity at 150M."""
-PUBLISHED_IDLE = {"diloco": (0.209, 0.658), "geomesh": (0.026, 0.118)}
-"""(straggler, WAN) shares of the run's time; of DiLoCo for the straggler's of the fastest GPU."""
 
 SIZE_NOTE = (
     "Hours for 20 tokens a parameter, scaled so that DiLoCo at 150M takes the published 3.7 "

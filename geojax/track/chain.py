@@ -14,9 +14,9 @@ from pydantic import TypeAdapter
 from rich.table import Table
 
 from geojax.cona.decision import Known, replay
-from geojax.cona.rules import RateRule
 from geojax.cona.score import score
 from geojax.config import ConaConfig, ScalingConfig
+from geojax.config.rate import RateRule
 from geojax.track.console import format_count, format_seconds, format_share
 from geojax.track.metrics import Record
 from geojax.track.section import new_table

@@ -21,7 +21,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from geojax.config import CheckpointConfig, ConfigError, RunError, require
-from geojax.runs import read_config
+from geojax.config.files import read_config
 from geojax.train.agree import first_chooses
 from geojax.train.checksums import damage, has_sums, write_sums
 from geojax.train.storage import Folder, checkpoint_root, holds_any, reading, set_aside

@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from geojax.config import ConfigError, require
+from geojax.config.base import ConfigError, require
 from geojax.models.config import TransformerConfig
 from geojax.models.transformer import Params
 from geojax.models.weights.hf_config import write_config

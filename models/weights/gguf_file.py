@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from geojax.config import ConfigError, require
+from geojax.config.base import ConfigError, require
 from geojax.models.config import RopeScaling, TransformerConfig
 from geojax.models.transformer import Params
 from geojax.models.weights.gguf_tokenizer import make_tokenizer

@@ -8,7 +8,7 @@ name which is not known here is refused: with other cuts, ids would be right alm
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from geojax.config import ConfigError, require
+from geojax.config.base import ConfigError, require
 
 if TYPE_CHECKING:
     import tokenizers

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from geojax.config import ConfigError, require
+from geojax.config.base import ConfigError, require
 from geojax.models.config import RopeScaling, TransformerConfig
 from geojax.models.weights.hf_models import HF_MODELS, HFModel, hf_model
 from geojax.models.weights.special import SpecialTokens

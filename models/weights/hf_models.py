@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from geojax.config import ConfigError, require
+from geojax.config.base import ConfigError, require
 from geojax.models.config import TOKEN_TYPES, TransformerConfig
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from geojax.config import ConfigError
+from geojax.config.base import ConfigError
 from geojax.models.config import TransformerConfig
 from geojax.models.weights.hf_models import hf_model
 

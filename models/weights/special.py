@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Bool
 
-from geojax.config import ConfigError, require
+from geojax.config.base import ConfigError, require
 
 if TYPE_CHECKING:
     import tokenizers

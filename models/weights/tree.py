@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
-from geojax.config import ConfigError, require
+from geojax.config.base import ConfigError, require
 from geojax.models.config import TransformerConfig
 from geojax.models.transformer import Params, abstract_params
 from geojax.models.weights.names import VOCABULARY, Tensor

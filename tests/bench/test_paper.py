@@ -41,7 +41,7 @@ def times(*ratios):
     return [{"ratio": abs(r), "reached": r > 0} for r in ratios]
 
 
-TWO, ROUNDS = "2 seeds, least to most", "20 rounds, quartiles"
+TWO, ROUNDS = "2 seeds, least to most", "20 rounds, least to most"
 FIGURES = {
     "geomesh": {
         "results": [

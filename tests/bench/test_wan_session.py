@@ -22,7 +22,7 @@ from benchmarks.wan.network import Counters
 from benchmarks.wan.preset import LAB_WAN, method
 from benchmarks.wan.session import Setting, finished, run
 from geojax.config import ConfigError, RunError
-from geojax.runs import read_config
+from geojax.config.files import read_config
 
 ROOT = os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc", "sysctl")))
 needs_root = pytest.mark.skipif(not ROOT, reason="namespaces need root, ip and tc")

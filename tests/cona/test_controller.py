@@ -9,9 +9,9 @@ import pytest
 from geojax.cona.controller import Controller, FixedChain, NoiseWatch, Round, rate_scale
 from geojax.cona.decision import Decision
 from geojax.cona.noise import Moments
-from geojax.cona.rules import RateRule
 from geojax.cona.score import Option, best, worth
 from geojax.config import ConaConfig, NoiseConfig
+from geojax.config.rate import RateRule
 from geojax.meshes.candidates import Candidate
 from geojax.meshes.strategy import Strategy, parse_strategy
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from geojax.cona.decision import Decision, Known, Situation, decide, record, replay
-from geojax.cona.rules import RateRule
 from geojax.cona.score import Option, crossing
 from geojax.config import ConaConfig
+from geojax.config.rate import RateRule
 
 CONFIG = ConaConfig(global_batches=(8, 64), margin=0.01, dwell_rounds=2, trial_share=0.01)
 SMALL = Known("small", 8, 1.0, 0.0, True, True, True)

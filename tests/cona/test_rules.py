@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geojax.cona.rules import RateRule, beta2_for, rate_factor
+from geojax.cona.rules import beta2_for, rate_factor
+from geojax.config.rate import RateRule
 
 BASE = 32
 TABLE = ((16, 0.6), (64, 1.5), (256, 3.0))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from geojax.cona.rules import RateRule, rate_factor
+from geojax.cona.rules import rate_factor
 from geojax.cona.score import (
     WALK_POINTS,
     Option,
@@ -23,6 +23,7 @@ from geojax.cona.score import (
     score,
     worth,
 )
+from geojax.config.rate import RateRule
 
 BASE = 32
 # Five batches on one cluster: small ones mostly wait for communication. The times are invented.

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from geojax.config import ConfigError, RunConfig, with_seed
+from geojax.config.files import read_config
 from geojax.configs import METHODS, PRESETS, load_config
-from geojax.runs import read_config, save_config
+from geojax.runs import save_config
 
 
 def stored(config, folder):

@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from geojax.cli import main
 from geojax.cona.score import WALK_POINTS, Option, best, envelope, fastest, power_law
 from geojax.config import ConfigError
+from geojax.config.files import read_chain
 from geojax.plan.chain import Noise, assumed_noise, compare, measured_noise, predict
 from geojax.plan.chain_report import plot_chain
 from geojax.plan.command import PlanOptions, run_plan
-from geojax.runs import read_chain
 from geojax.track.metrics import MetricsWriter
 
 # Samples a second: 40, 128, 256. The times are invented.

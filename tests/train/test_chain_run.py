@@ -27,6 +27,7 @@ from geojax.config import (
     RunError,
     ScalingConfig,
 )
+from geojax.config.files import read_config
 from geojax.meshes.reshard import bring_back, keep_copy
 from geojax.meshes.strategy import parse_strategy
 from geojax.track.chain import chain_notes, stays
@@ -280,7 +281,7 @@ def test_a_stopped_round_ends_where_another_strategy_goes_on(config, tmp_path, m
     assert not records(folder, "round")
     with pytest.raises(ConfigError, match="there are 8"):
         runs.resume(folder, QUIET, strategy="dp16-tp1-pp1-mb1-gb16")
-    assert runs.read_config(folder / "config.json") == long_rounds  # nothing was lost
+    assert read_config(folder / "config.json") == long_rounds  # nothing was lost
     assert runs.resume(folder, QUIET, strategy="dp1-tp1-pp1-mb8-gb16")
     assert seen == list(range(len(seen)))
     rounds = records(folder, "round")
@@ -306,7 +307,7 @@ def test_a_cona_run_goes_on_by_one_strategy_and_is_reported(cona, tmp_path, caps
         patch.setattr(Program, "run", stop)
         assert not runs.start(cona, folder, QUIET)
     assert runs.resume(folder, QUIET, strategy="dp8-tp1-pp1-mb2-gb16-zero")
-    assert runs.read_config(folder / "config.json").cona is None
+    assert read_config(folder / "config.json").cona is None
     report([folder], tmp_path / "pictures", None, None)
     text = " ".join(capsys.readouterr().out.split())
     assert "1 resume" in text

@@ -23,6 +23,7 @@ from geojax.config import (
     ScalingConfig,
     TrainConfig,
 )
+from geojax.config.files import read_config
 from geojax.meshes.strategy import parse_strategy
 from geojax.track.report import report
 from geojax.train.checkpoint import Checkpoints
@@ -95,7 +96,7 @@ def test_the_rate_follows_the_batch_of_a_strategy_that_takes_over(config, tmp_pa
     assert sum(r["tokens"] for r in records(folder, "slice")) == config.train.total_tokens
     # While the noise is not known: as if it were the highest.
     assert [r["rate_scale"] for r in rounds] == [1, 0.5, 0.5] + [1] * (len(rounds) - 3)
-    assert runs.read_config(folder / "config.json").scaling == ScalingConfig(base_batch=8)
+    assert read_config(folder / "config.json").scaling == ScalingConfig(base_batch=8)
 
 
 @pytest.mark.full  # test_chain_run kills one too
