@@ -2,7 +2,7 @@
 """What geojax depends on, as installed here: `python scripts/dependencies.py`.
 
 One line a package that pyproject.toml names: version, its own megabytes, and those with all that it
-needs in turn (packages that several need are in each of them).
+needs in turn (packages that several need are in each of them). Of an extra, what it adds.
 """
 
 import re
@@ -44,29 +44,29 @@ def megabytes(name: str) -> float:
     return sum(path.stat().st_size for path in paths if path.is_file()) / 1e6
 
 
+def show(name: str) -> None:
+    whole = sum(map(megabytes, closure(name)))
+    print(f"  {name:<22}{distribution(name).version:<12}{megabytes(name):8.1f}{whole:10.1f}")
+
+
 def main() -> None:
     geojax = distribution("geojax")
     core = needs(geojax)
-    for title, names in (
-        ("core", core),
-        (
-            "extras and tools that are installed",
-            needs(geojax, ("serve", "test", "lint")) - core - {"geojax"},
-        ),
-    ):
-        print(f"{title:<38}own MB  with all it needs")
-        every = set[str]()
-        for name in sorted(names):
-            try:
-                version = distribution(name).version
-            except PackageNotFoundError:
-                continue
-            whole = closure(name)
-            every |= whole
-            print(
-                f"  {name:<20}{version:<14}{megabytes(name):8.1f}{sum(map(megabytes, whole)):10.1f}"
-            )
-        print(f"  {'all, each once':<34}{sum(map(megabytes, every)):18.1f}")
+    base = set[str]().union(*map(closure, core))
+    print(f"{'core':<36}own MB  with all it needs")
+    for name in sorted(core):
+        show(name)
+    print(f"  {'all, each once':<34}{sum(map(megabytes, base)):18.1f}")
+    for extra in geojax.metadata.get_all("Provides-Extra") or ():
+        names = needs(geojax, (extra,)) - core - {"geojax"}
+        found = {name for name in names if closure(name)}
+        if found < names or not names:
+            print(f"{extra}: not installed here")
+            continue
+        more = set[str]().union(*map(closure, found)) - base
+        print(f"{extra}: {sum(map(megabytes, more)):.1f} MB beside the core")
+        for name in sorted(found):
+            show(name)
 
 
 if __name__ == "__main__":
