@@ -13,7 +13,8 @@ from geojax.config import RunError
 from geojax.meshes.reshard import bring_back, keep_copy
 from geojax.meshes.strategy import Strategy
 from geojax.train.agree import FAILED, PENDING, READY, reason, standing, worst
-from geojax.train.program import Program, Programs, Task
+from geojax.train.program import Program, Task
+from geojax.train.programs import Programs
 from geojax.train.step import TrainState
 
 FOREIGN = "another process could not"

@@ -54,7 +54,7 @@ from geojax.models.config import get_model
 from geojax.runs import save_config
 from geojax.track.metrics import MetricsWriter
 from geojax.track.summary import load_run
-from geojax.train.program import Programs
+from geojax.train.programs import Programs
 from geojax.train.steering import candidates
 
 QUIET = Console(quiet=True)

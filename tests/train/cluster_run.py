@@ -11,7 +11,7 @@ from two_processes import address
 
 from geojax import platform, runs
 from geojax.config import ChainLeg, ClusterConfig, ConaConfig, NoiseConfig, PlatformConfig
-from geojax.train.program import Programs
+from geojax.train.programs import Programs
 
 CHAIN = (
     ChainLeg(0, "dp8-tp1-pp1-mb1-gb8-zero"),

@@ -35,7 +35,8 @@ from geojax.track.report import report
 from geojax.track.summary import check_accounting, load_run
 from geojax.train import engine
 from geojax.train.checkpoint import Checkpoints
-from geojax.train.program import Program, Programs, Task
+from geojax.train.program import Program, Task
+from geojax.train.programs import Programs
 
 pytestmark = pytest.mark.usefixtures("cache")
 QUIET = Console(quiet=True)

@@ -23,9 +23,10 @@ from strategies import MODELS as EIGHT_LAYERS
 from geojax.config import ConfigError, OptimizerConfig, ScheduleConfig, TrainConfig
 from geojax.data import Batch
 from geojax.meshes.strategy import enumerate_strategies, parse_strategy
-from geojax.train import program as module
+from geojax.train import programs as module
 from geojax.train.losses import Losses
-from geojax.train.program import Program, Programs, Task
+from geojax.train.program import Program, Task
+from geojax.train.programs import Programs
 from geojax.train.step import init_state
 
 STEPS, ROWS, EMPTY = 20, 16, 7  # in step EMPTY no token bears a loss
