@@ -18,9 +18,11 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "geo
 
 
 def machine() -> str:
-    """CPU model, its number of cores, and the system."""
+    """CPU model, its number of cores, those of them that this process may use, and the system."""
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    return f"{_cpu_model()}, {os.cpu_count()} cores, {system}"
+    count, used = os.cpu_count() or 1, len(usable_cores())
+    cores = f"{count} cores" if used == count else f"{used} of {count} cores"
+    return f"{_cpu_model()}, {cores}, {system}"
 
 
 def versions() -> dict[str, str]:
