@@ -27,6 +27,36 @@ def readme_commands() -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
+def shown_output() -> dict[str, list[str]]:
+    """What README shows right after a command, but for its dots, by command."""
+    found: dict[str, list[str]] = {}
+    lines = None
+    for line in README.read_text().splitlines():
+        if line.startswith(f"    {PROGRAM} "):
+            lines = found.setdefault(line.strip(), [])
+        elif line and not line.startswith("    "):
+            lines = None
+        elif lines is not None and line.strip() not in ("", "..."):
+            lines.append(line)
+    return {command.removeprefix(PROGRAM).strip(): shown for command, shown in found.items()}
+
+
+def plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    "command", [c for c, shown in shown_output().items() if shown and c.startswith("plan")]
+)
+def test_readme_shows_what_plans_say(command, tmp_path, monkeypatch, capsys):
+    shutil.copytree(README.parent / "docs" / "examples", tmp_path / "docs" / "examples")
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)) == 0
+    said = [plain(line) for line in capsys.readouterr().out.splitlines()]
+    for line in shown_output()[command]:
+        assert plain(line) in said
+
+
 @pytest.mark.runs
 def test_every_command_in_readme_works(tmp_path, monkeypatch, capsys):
     text = "\n\n".join(topics[key] for key in sorted(topics))
