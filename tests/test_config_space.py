@@ -168,9 +168,11 @@ def test_thirty_walks_end_at_runs_that_train_two_steps(tmp_path_factory, monkeyp
     text.write_text("\n\n".join(line.format(n, n + 1) * 60 for n in range(300)))
     ended, refused = [], []
 
-    @repeatable(30)
+    @repeatable(60)  # some are refused: the text is too short, or this machine too small
     @given(walks(bases=TRAINED), st.integers(0, 10**6))
     def train_all(walk: Walk, number: int) -> None:
+        if len(ended) == 30:
+            return
         run = folder / f"run-{len(ended) + len(refused)}"
         try:
             config = two_steps(walk.config, text)
@@ -185,7 +187,7 @@ def test_thirty_walks_end_at_runs_that_train_two_steps(tmp_path_factory, monkeyp
 
     train_all()
     print(f"{len(ended)} trained; refused: {refused}")
-    assert len(ended) >= 20
+    assert len(ended) == 30
 
 
 def two_steps(config: RunConfig, text: Path) -> RunConfig:

@@ -19,14 +19,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.wan.calibrate import Aim, Calibration, calibrated, lines, link_seconds
+from benchmarks.wan.calibrate import Aim, Calibration, calibrated, lines
 from benchmarks.wan.network import require_tools
+from benchmarks.wan.predict import Rounds, mean_of, measured, predict, prediction_table
 from benchmarks.wan.preset import LAB_WAN, SHARES, method, quotas, round_tokens
 from benchmarks.wan.session import Setting, finished, run
 from benchmarks.wan.world import Weather, make_world, read_wan
 from geojax.config import RunConfig, require, with_seed
-from geojax.configs.geomesh import DEMO_INNER_STEPS, PUBLISHED_SYNC_SHARE
-from geojax.geomesh.clock import traffic
+from geojax.configs.geomesh import PUBLISHED_SYNC_SHARE
 from geojax.track.console import format_seconds, format_share
 from geojax.track.environment import usable_cores
 from geojax.track.metrics import to_json, write_atomically
@@ -85,7 +85,8 @@ def _compare(options: argparse.Namespace, console: Console) -> None:
     calibration = calibrated(aim, folder, console)
     for line in lines(calibration, configs["diloco"]):
         console.print(line, soft_wrap=True)
-    seconds = {name: run_seconds(calibration, config) for name, config in configs.items()}
+    said = {name: predict(calibration, config) for name, config in configs.items()}
+    seconds = {name: calibration.start_seconds + r.seconds for name, r in said.items()}
     each = ", ".join(f"{name} {format_seconds(s)}" for name, s in seconds.items())
     console.print(
         f"cost: {format_seconds(seeds * sum(seconds.values()))} in all; a run: {each}",
@@ -101,7 +102,7 @@ def _compare(options: argparse.Namespace, console: Console) -> None:
             console.print(f"{name}, seed {seed}")
             for line in run(seeded, place, setting, console).lines():
                 console.print("  " + line, soft_wrap=True)
-    _report(folder, tuple(configs), seeds, calibration, console)
+    _report(folder, said, seeds, calibration, console)
 
 
 def planned(aim: Aim, methods: Sequence[str], each_step: bool, quick: bool) -> dict[str, RunConfig]:
@@ -133,22 +134,14 @@ def _each_step(aim: Aim) -> RunConfig:
     return replace(config, eval=replace(config.eval, every_tokens=0, sequences=32))
 
 
-def run_seconds(calibration: Calibration, config: RunConfig) -> float:
-    """What a run will take, evaluation left aside."""
-    steps = config.balance.inner_steps
-    assert steps, "the demo says so"
-    rounds = -(-config.train.total_tokens // round_tokens(config, calibration.aim.shares))
-    compute = calibration.compute_seconds * steps / DEMO_INNER_STEPS
-    wan = read_wan(calibration.aim.wan)
-    link = link_seconds(config, wan, traffic(config).payload_bytes) / calibration.rate_scale
-    exchange = calibration.fixed_seconds + link
-    hidden = min(config.exchange.overlap * compute, exchange)
-    return calibration.start_seconds + rounds * (compute + exchange - hidden)
-
-
 def _report(
-    folder: Path, names: Sequence[str], seeds: int, calibration: Calibration, console: Console
+    folder: Path,
+    said: Mapping[str, Rounds],
+    seeds: int,
+    calibration: Calibration,
+    console: Console,
 ) -> None:
+    names = tuple(said)
     compared = [name for name in names if name != EACH_STEP]
     results: dict[str, list[Summary]] = {name: [] for name in compared}
     for seed in range(seeds):
@@ -173,6 +166,15 @@ def _report(
         ),
         soft_wrap=True,
     )
+    pairs = {
+        name: (
+            predicted,
+            mean_of([measured(load_run(folder / f"{name}-seed{s}")) for s in range(seeds)]),
+        )
+        for name, predicted in said.items()
+    }
+    console.print("\nPredicted from the calibration / measured, mean over seeds:")
+    console.print(prediction_table(pairs))
     paths = [folder / f"{name}-seed{seed}" / "lab.json" for name in names for seed in range(seeds)]
     labs = {p.parent.name: json.loads(p.read_text()) for p in paths if p.exists()}
     content = {
@@ -182,6 +184,8 @@ def _report(
         "units": UNITS,
         "calibration": asdict(calibration),
         "summary": rows,
+        "predicted": {name: asdict(predicted) for name, (predicted, _) in pairs.items()},
+        "measured": {name: asdict(found) for name, (_, found) in pairs.items()},
         "results": [asdict(s) for found in results.values() for s in found],
         "traffic": {name: lab["traffic"] for name, lab in labs.items()},
     }

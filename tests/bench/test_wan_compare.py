@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from benchmarks.wan.calibrate import Aim, Calibration, calibrate, link_seconds
-from benchmarks.wan.compare import METHODS, against, planned, require_whole, run_seconds, table
+from benchmarks.wan.compare import METHODS, against, planned, require_whole, table
 from benchmarks.wan.network import FRAME_BYTES, HEADER_BYTES, Counters
+from benchmarks.wan.predict import Rounds, furthest, measured, predict, prediction_table
 from benchmarks.wan.preset import LAB_METHODS, OVERLAP, method, quotas
 from benchmarks.wan.throttle import idle_by_round, lines
 from benchmarks.wan.traffic import framing_bytes, traffic_report
@@ -84,6 +85,7 @@ def made_up_run(rounds, slices=("h100", "rtx-6000-ada"), payload=533_792) -> Run
             "straggler_seconds": max(compute) - own,
             "wan_seconds": whole - max(compute),
             "outer_seconds": 0.0,
+            "sent_bytes": payload,
         }
         for number, (whole, compute) in enumerate(rounds, 1)
         for name, own in zip(slices, compute, strict=True)
@@ -103,7 +105,12 @@ def test_calibration_gives_rounds_of_the_length_and_share_that_are_asked_for():
     link = link_seconds(config, wan, 533_792) / found.rate_scale
     exchange = found.fixed_seconds + link
     assert exchange / (exchange + found.compute_seconds) == pytest.approx(0.658)
-    assert run_seconds(found, config) == pytest.approx(30 + 174 * (exchange + 2.0), rel=0.01)
+    said = predict(found, config)
+    assert said.seconds == pytest.approx(174 * (exchange + 2.0), rel=0.01)
+    # Equal work, at speeds 2.57 and 1: the fast slice waits for what the slow one still does.
+    assert said.wan_idle == pytest.approx(0.658)
+    assert said.straggler_idle == pytest.approx((1 - 1 / 2.57) * (1 - 0.658))
+    assert said.sent_bytes == 2 * 533_792
     slow = made_up_run([(9.0, (5.0, 8.0)), (6.3, (3.0, 6.0))])
     assert calibrate(AIM, config, cores, slow, 30.0).cores == pytest.approx(cores)
     with pytest.raises(ConfigError, match="raise --round-seconds"):
@@ -164,9 +171,27 @@ def test_every_method_is_ready_before_anything_runs():
 
 def test_an_exchange_beside_the_next_steps_takes_less_time():
     found = Calibration(AIM, {}, 1e-3, 2.0, 0.1, 30.0)
-    waits, goes_on = (run_seconds(found, method(n, slices=AIM.slices)) for n in METHODS[-2:])
-    rounds = -(-method("geomesh").train.total_tokens // 27417)
-    assert waits - goes_on == pytest.approx(rounds * OVERLAP * 2.0, rel=1e-3)
+    waits, goes_on = (predict(found, method(n, slices=AIM.slices)) for n in METHODS[-2:])
+    rounds = round(waits.seconds / waits.round_seconds)
+    exchange = waits.wan_idle * waits.round_seconds
+    # Two of the slow slice's ten steps, 0.4 s, hide it; four of the fast one's 26, 0.31 s, nearly.
+    assert 0.31 < exchange < 0.4
+    saved = (waits.seconds - goes_on.seconds) / (rounds - 1)
+    assert saved == pytest.approx(4 * 0.2 / 2.57, rel=0.03)
+    assert goes_on.wan_idle < 0.03 < waits.wan_idle
+
+
+def test_predictions_stand_beside_what_was_measured():
+    run = made_up_run([(10.0, (2.0, 4.0)), (10.0, (4.0, 6.0))])
+    found = measured(run)
+    assert (found.seconds, found.round_seconds) == (20.0, 10.0)
+    assert found.sent_bytes == 2 * 533_792
+    said = Rounds(22.0, 11.0, found.straggler_idle, found.wan_idle - 0.02, found.sent_bytes)
+    assert furthest(said, found) == pytest.approx(0.1)
+    shown = Console(width=120, file=io.StringIO())
+    shown.print(prediction_table({"diloco": (said, found)}))
+    assert "11.00 / 10.00 s" in shown.file.getvalue()
+    assert "10.0%" in shown.file.getvalue()
 
 
 def test_a_calibration_that_cannot_be_read_is_named(tmp_path):
