@@ -62,6 +62,9 @@ class BicacheOptions:
     """How prefixes are built."""
     tasks: tuple[str, ...] = ()
     """Which; unset: all."""
+    sweep: bool = True
+    """Try every depth where reuse in all layers costs something; else the first, and the table's,
+    everywhere."""
     json: NewFile | None = None
     """File for the figures; unset: bicache.json in the folder."""
 
@@ -93,7 +96,8 @@ def run_bicache(options: BicacheOptions) -> list[Result]:
             for cell in cells(
                 task, share, options.every, depths, model.config.layers, options.builder
             ):
-                if cell.policy == "bicache" and cell.depth not in asked and harmless:
+                few = harmless or not options.sweep
+                if cell.policy == "bicache" and cell.depth not in asked and few:
                     continue
                 right = _cached(folder, cell, model, rows, options.steps)
                 plain = right if plain is None else plain

@@ -108,9 +108,9 @@ def test_what_the_guard_was_asked_is_kept(folder, tmp_path, monkeypatch):
     assert len(figures(options.out / "guard.json")["watches"]) == len(first)
 
 
-@pytest.mark.parametrize("harm", [0.0, 0.3])
+@pytest.mark.parametrize(("harm", "sweep"), [(0.0, True), (0.3, True), (0.3, False)])
 def test_depths_are_tried_one_by_one_only_where_reuse_costs_something(
-    harm, folder, tmp_path, monkeypatch
+    harm, sweep, folder, tmp_path, monkeypatch
 ):
     def answer(cell, model, rows, steps):
         rng = np.random.default_rng(0)
@@ -119,9 +119,10 @@ def test_depths_are_tried_one_by_one_only_where_reuse_costs_something(
 
     monkeypatch.setattr(bicache, "answer", answer)
     monkeypatch.setattr(bicache, "load", lambda path: replace(load(path), config=DEEP))
-    found = run_bicache(BicacheOptions(folder, out=tmp_path, count=500, tasks=("copy",)))
+    options = BicacheOptions(folder, out=tmp_path, count=500, tasks=("copy",), sweep=sweep)
+    found = run_bicache(options)
     tried = {r.cell.depth for r in found if r.cell.policy == "bicache"}
-    assert tried == ({1, 2, 3} if harm else {1})
+    assert tried == ({1, 2, 3} if harm and sweep else {1})
     assert len(figures(tmp_path / "bicache.json")["results"]) == len(found)
 
 
