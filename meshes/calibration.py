@@ -71,5 +71,5 @@ def read_calibration(path: Path) -> TimingModel:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"calibration {path} cannot be read ({error}); make one with `geojax profile "
-            "strategies --out FILE` or `python benchmarks/gpu.py --out FILE`"
+            "strategies --out FILE` or benchmarks/gpu.py of the repository"
         ) from error
