@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line trains and reports, and a mistake costs one line, not a run."""
 
+import errno
 import json
 import os
 import random
@@ -11,7 +12,7 @@ import pytest
 
 from geojax import runs
 from geojax.cli import COMMANDS, main
-from geojax.config import DataConfig, SourceConfig, TokenizerConfig
+from geojax.config import ConfigError, DataConfig, RunError, SourceConfig, TokenizerConfig
 from geojax.configs import PRESETS, load_config
 from geojax.data import prepare
 from geojax.launch import local, processes
@@ -308,3 +309,25 @@ def test_exit_codes_tell_a_run_that_was_stopped_from_one_that_is_over(
         ["launch", "--resume", folder],
     ):
         assert main(args) == code, args
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ConfigError("batch 3 is odd; use 4"), 2, "geojax: error: batch 3 is odd; use 4\n"),
+        (RunError("saved at round 7"), 1, "geojax: the run stopped: saved at round 7\n"),
+        (OSError(errno.ENOSPC, "No space left", "x"), 1, "geojax: error: [Errno 28] No space left"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_what_ends_a_command_is_told_in_a_line_and_an_exit_code(
+    error, code, said, monkeypatch, capsys
+):
+    def fail(args):
+        raise error
+
+    monkeypatch.setitem(COMMANDS, "demo", fail)
+    assert main(["demo"]) == code
+    err = capsys.readouterr().err
+    assert err.startswith(said)
+    assert err.count("\n") == bool(said)
