@@ -114,4 +114,5 @@ def cona_large(base: RunConfig, batches: tuple[int, ...], base_batch: int) -> Ru
         strategy="",
         cona=ConaConfig(global_batches=batches),
         scaling=ScalingConfig(base_batch=base_batch, rule="sqrt", cap=True),
+        noise=NoiseConfig("preconditioned"),  # the steps are AdamW's
     )

@@ -43,17 +43,22 @@ def anyone(flag: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
+def code_of(error: str | None) -> int:
+    """READY where there is none, NO_MEMORY where memory ran out, else FAILED."""
+    return READY if error is None else NO_MEMORY if out_of_memory(error) else FAILED
+
+
 def worst(error: str | None) -> int:
-    """READY where no process has an error, NO_MEMORY where one ran out of it, else FAILED."""
-    code = READY if error is None else NO_MEMORY if out_of_memory(error) else FAILED
+    """The code of all processes' errors: of the worst."""
+    code = code_of(error)
     if jax.process_count() == 1:
         return code
     return int(multihost_utils.process_allgather(np.array(code)).max())
 
 
 def standing(codes: list[int]) -> list[int]:
-    """Of the same programs in all processes: failed where one failed, ready where all are."""
+    """Of the same programs in all processes: the worst where one failed, ready where all are."""
     if jax.process_count() == 1 or not codes:
         return codes
     every = multihost_utils.process_allgather(np.array(codes))
-    return np.where((every == FAILED).any(0), FAILED, every.min(0)).tolist()
+    return np.where((every >= FAILED).any(0), every.max(0), every.min(0)).tolist()

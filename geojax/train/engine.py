@@ -12,7 +12,7 @@ import jax
 from geojax.config import RunError
 from geojax.meshes.reshard import bring_back, keep_copy
 from geojax.meshes.strategy import Strategy
-from geojax.train.agree import FAILED, PENDING, READY, reason, standing, worst
+from geojax.train.agree import FAILED, PENDING, READY, code_of, reason, standing, worst
 from geojax.train.program import Program, Task
 from geojax.train.programs import Programs
 from geojax.train.step import TrainState
@@ -84,15 +84,18 @@ class Engine:
         return code, error or FOREIGN
 
     def standing(self) -> list[tuple[Strategy, int, str]]:
-        """How each strategy stands that was asked for, by all processes: PENDING, READY, or FAILED
-        and why; what failed is forgotten."""
+        """How each strategy stands that was asked for, by all processes: PENDING, READY, or how it
+        failed and why; what failed is forgotten."""
         found = sorted(self.programs.found().items(), key=lambda item: str(item[0]))
-        own = [FAILED if isinstance(x, Exception) else READY if x else PENDING for _, x in found]
+        errors = [reason(x) if isinstance(x, Exception) else None for _, x in found]
+        own = [
+            code_of(error) if error or done else PENDING
+            for error, (_, done) in zip(errors, found, strict=True)
+        ]
         stands = []
-        for (strategy, result), code in zip(found, standing(own), strict=True):
-            why = reason(result) if isinstance(result, Exception) else FOREIGN
-            stands.append((strategy, code, why))
-            if code == FAILED:
+        for (strategy, _), error, code in zip(found, errors, standing(own), strict=True):
+            stands.append((strategy, code, error or FOREIGN))
+            if code >= FAILED:
                 self.programs.forget(strategy)
         return stands
 

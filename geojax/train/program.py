@@ -242,6 +242,8 @@ class Program:
             self.compile(1, probe=True)
         if self.task.eval_rows:
             self._loss(self.task.eval_rows)
+        if self.task.base_batch is not None and self.task.train.optimizer.name == "adamw":
+            _ = self._scale_moment  # for a state that comes from another batch
 
     def run(
         self,
@@ -296,8 +298,19 @@ class Program:
             return state
         factor = np.float32((1 - after**steps) / (1 - before**steps))
         moment = optax.tree_utils.tree_get(state.opt_state, "nu")
-        scaled = jax.tree.map(lambda x: x * factor, moment)
+        scaled = self._scale_moment(moment, factor)
         return replace(state, opt_state=optax.tree_utils.tree_set(state.opt_state, nu=scaled))
+
+    @cached_property
+    def _scale_moment(self) -> jax.stages.Compiled:
+        """Adam's second moment, which is donated, times a factor."""
+        moment = optax.tree_utils.tree_get(self.abstract_state.opt_state, "nu")
+        scale = self._jit(
+            lambda tree, factor: jax.tree.map(lambda x: x * factor, tree),
+            donate_argnums=0,
+            out_shardings=jax.tree.map(lambda x: x.sharding, moment),
+        )
+        return scale.lower(moment, jax.ShapeDtypeStruct((), jnp.float32)).compile()
 
     def evaluate(
         self, params: Params, batches: Callable[[int], Iterable[Batch]], rows: int, draws: int = 1

@@ -16,7 +16,8 @@ from geojax.train.program import Program, Task
 class Programs:
     """The programs of one task on one set of devices, compiled at most once each.
 
-    The least recently used is dropped where there are more than `limit`.
+    The least recently used is dropped where there are more than `limit`, but none that is still
+    being compiled.
     """
 
     def __init__(self, task: Task, devices: Sequence[jax.Device], steps: int, limit: int = 8):
@@ -39,8 +40,11 @@ class Programs:
                 found = self._compiler.submit(self._compile, strategy)
                 self._programs[strategy] = found
             self._programs.move_to_end(strategy)
-            while len(self._programs) > self._limit:
-                self._programs.popitem(last=False)
+            extra = len(self._programs) - self._limit
+            done = [s for s, future in self._programs.items() if future.done()]
+            for old in done[: max(extra, 0)]:
+                if old != strategy:
+                    del self._programs[old]
             return found
 
     def forget(self, strategy: Strategy) -> None:

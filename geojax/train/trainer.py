@@ -352,8 +352,8 @@ class Trainer:
             return None
         ready = []
         for strategy, code, why in self._engine.standing():
-            if code == FAILED:
-                self._refuse(str(strategy), why, False, 0.0, console)
+            if code >= FAILED:
+                self._refuse(str(strategy), why, code == NO_MEMORY, 0.0, console)
             elif code == READY:
                 ready.append(str(strategy))
         return ready

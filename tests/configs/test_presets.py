@@ -34,6 +34,13 @@ def test_presets_are_told_apart_by_their_lines_and_runs():
     assert len({repr(run) for run in runs}) == len(runs)
 
 
+@pytest.mark.parametrize("name", [n for n in PRESETS if n.startswith("cona-")])
+def test_cona_goes_by_the_noise_of_the_steps_that_its_optimizer_takes(name):
+    config = load_config(name)
+    assert config.train.optimizer.name == "adamw"
+    assert config.noise.metric == "preconditioned"
+
+
 def test_methods_of_the_demo_share_all_but_the_method():
     # A comparison that also changed the data, the model or the clock would compare nothing.
     for name in METHODS:

@@ -34,6 +34,7 @@ from geojax.track.chain import chain_notes, stays
 from geojax.track.report import report
 from geojax.track.summary import check_accounting, load_run
 from geojax.train import engine
+from geojax.train.agree import FAILED, NO_MEMORY
 from geojax.train.checkpoint import Checkpoints
 from geojax.train.program import Program, Task
 from geojax.train.programs import Programs
@@ -165,21 +166,20 @@ def test_a_chain_of_batches_sees_every_sequence_once_and_the_rate_follows(config
 
 @pytest.mark.runs
 def test_nothing_waits_for_a_compiler_but_the_start(config, tmp_path, monkeypatch):
-    """Steps, probes and evaluations of the next leg are compiled beside the rounds."""
-    lower, begin, threads = jax.stages.Lowered.compile, engine.Engine.begin, []
+    """Steps, probes, evaluations and what another batch needs are compiled beside the rounds."""
+    begin, threads = engine.Engine.begin, []
 
-    def compiling(self, *args, **options):
-        threads.append(threading.current_thread().name)
-        return lower(self, *args, **options)
+    def compiling(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            threads.append(threading.current_thread().name)
 
     def beginning(self, *args):
         result = begin(self, *args)
         threads.clear()
         return result
 
-    monkeypatch.setattr(jax.stages.Lowered, "compile", compiling)
     monkeypatch.setattr(engine.Engine, "begin", beginning)
-    chain = legs((0, TEXTS[0]), (4 * STEP, "dp8-tp1-pp1-mb1-gb8"))
+    chain = legs((0, TEXTS[0]), (4 * STEP, "dp8-tp1-pp1-mb2-gb16"))
     config = replace(
         config,
         strategy="",
@@ -187,11 +187,16 @@ def test_nothing_waits_for_a_compiler_but_the_start(config, tmp_path, monkeypatc
         train=replace(config.train, total_tokens=12 * STEP, round_steps=2),
         noise=NoiseConfig(first_steps=2, probe_steps=2),
         eval=replace(config.eval, every_tokens=2 * STEP),
+        scaling=ScalingConfig(base_batch=8, rule="sqrt"),
     )
     folder = tmp_path / "run"
-    assert runs.start(config, folder, QUIET)
+    jax.monitoring.register_event_duration_secs_listener(compiling)
+    try:
+        assert runs.start(config, folder, QUIET)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(compiling)
     assert len(records(folder, "switch")) == 1
-    assert len(records(folder, "eval")) == 7
+    assert len(records(folder, "eval")) == 5
     assert len(threads) >= 2  # steps and evaluation
     assert all(name.startswith("compile") for name in threads)
 
@@ -445,6 +450,29 @@ def test_a_copy_brings_a_state_back_bit_for_bit(config, strategy):
     back = bring_back(kept)
     jax.tree.map(np.testing.assert_array_equal, program.host(back), expected)
     assert jax.tree.map(lambda x: x.sharding, back) == program.state_shardings
+
+
+def test_memory_that_a_compiler_lacks_is_told_from_other_failures(config, monkeypatch):
+    """So that what needs as much is left out too."""
+    said = {
+        TEXTS[0]: "RESOURCE_EXHAUSTED: 9 GB of 8",
+        TEXTS[1]: "INTERNAL: no such instruction",
+    }
+
+    def fail(self, strategy):
+        raise jax.errors.JaxRuntimeError(said[str(strategy)])
+
+    monkeypatch.setattr(Programs, "_compile", fail)
+    task = Task(config.model, config.train, SEQ_LEN)
+    found = engine.Engine(task, jax.devices(), 1)
+    for text in said:
+        assert found.programs.prefetch(parse_strategy(text)).exception(60)
+    stands = {str(strategy): (code, why) for strategy, code, why in found.standing()}
+    assert stands == {
+        TEXTS[0]: (NO_MEMORY, said[TEXTS[0]]),
+        TEXTS[1]: (FAILED, said[TEXTS[1]]),
+    }
+    assert not found.programs.found()
 
 
 @pytest.mark.full

@@ -392,6 +392,20 @@ def test_the_least_recently_used_program_is_dropped(programs):
     assert [s for s, _ in Counted.made] == [FIRST, SECOND, THIRD, SECOND]
 
 
+def test_what_is_being_compiled_is_never_dropped(programs):
+    """Else it would be compiled twice, and nobody would know that something is compiled."""
+    Counted.wait.clear()
+    futures = [programs.prefetch(s) for s in (FIRST, SECOND, THIRD)]
+    assert programs.busy
+    assert programs.prefetch(FIRST) is futures[0]
+    Counted.wait.set()
+    assert [f.result().strategy for f in futures] == [FIRST, SECOND, THIRD]
+    programs.get(SECOND)
+    assert list(programs.found()) == [FIRST, SECOND]
+    assert not programs.busy
+    assert len(Counted.made) == 3
+
+
 def test_a_program_that_failed_is_tried_again(programs):
     Counted.fails = True
     with pytest.raises(MemoryError):
