@@ -47,23 +47,15 @@ class MetricsWriter:
         Raises ConfigError where the file holds a bad line.
         """
         self._path = Path(path)
-        self._said: set[str] = set()
-        """Lines of the round that was rewound to."""
         if self._path.exists() and not self._path.read_bytes().endswith(b"\n"):
             self._replace(read_records(self._path))
         else:
             self._open()
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one record. NumPy and JAX scalars become numbers; NaN and infinities null.
-
-        What is recorded of the round that was rewound to is not recorded again: a run that is
-        killed before its next checkpoint says once more what it said when it was taken up.
-        """
-        line = _line({"kind": kind, **fields})
-        if line not in self._said:
-            self._file.write(line)
-            self._file.flush()
+        """Append one record. NumPy and JAX scalars become numbers; NaN and infinities null."""
+        self._file.write(_line({"kind": kind, **fields}))
+        self._file.flush()
 
     def rewind(self, round: int) -> None:
         """Forget what came after `round`: keep the first start record and records up to `round`.
@@ -73,14 +65,14 @@ class MetricsWriter:
         """
         records = read_records(self._path)
         start = next((r for r in records if r["kind"] == "start"), None)
-        kept = [
-            r
-            for r in records
-            if r is start or (r["kind"] != "end" and r.get("round", math.inf) <= round)
-        ]
         self._file.close()
-        self._replace(kept)
-        self._said = {_line(r) for r in kept if r.get("round") == round}
+        self._replace(
+            [
+                r
+                for r in records
+                if r is start or (r["kind"] != "end" and r.get("round", math.inf) <= round)
+            ]
+        )
 
     def clear(self) -> None:
         """Forget everything; called by a run that starts over."""

@@ -56,21 +56,6 @@ def test_lines_are_strict_json_with_plain_numbers(path):
     }
 
 
-def test_what_is_said_at_the_border_of_a_rewind_is_said_once(path):
-    """By a run that is taken up from one checkpoint again and again."""
-    for number in range(3):
-        with MetricsWriter(path) as metrics:
-            if number:
-                metrics.rewind(2)
-            else:
-                _write_rounds(metrics, [1, 2])
-            metrics.write("slices", **{"round": 2, "from": ["a"], "to": ["a", "b"]})
-            metrics.write("round", round=3)
-    kinds = [(r["kind"], r["round"]) for r in read_records(path)]
-    assert kinds[-3:] == [("eval", 2), ("slices", 2), ("round", 3)]
-    assert len(kinds) == 8
-
-
 @pytest.mark.parametrize("killed_at", [2, 3, 5])
 def test_after_a_rewind_each_round_is_recorded_once(path, killed_at):
     with MetricsWriter(path) as metrics:
