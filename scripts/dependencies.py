@@ -6,36 +6,41 @@ needs in turn (packages that several need are in each of them). Of an extra, wha
 """
 
 import re
+from collections.abc import Iterable
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 
 from packaging.requirements import Requirement
 
 
-def needs(found: Distribution, extras: tuple[str, ...] = ("",)) -> set[str]:
-    """Names of what it requires here."""
+def needs(found: Distribution, extras: Iterable[str] = ()) -> list[Requirement]:
+    """What it requires here, with these of its extras."""
     parsed = [Requirement(text) for text in found.requires or ()]
-    return {
-        plain(r.name)
+    asked = ("", *extras)
+    return [
+        r
         for r in parsed
-        if r.marker is None or any(r.marker.evaluate({"extra": extra}) for extra in extras)
-    }
+        if r.marker is None or any(r.marker.evaluate({"extra": extra}) for extra in asked)
+    ]
 
 
 def plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def closure(name: str) -> set[str]:
-    """`name` and all that it needs, as far as it is installed."""
-    seen, left = set(), {name}
+def closure(wanted: Iterable[Requirement]) -> tuple[set[str], set[str]]:
+    """Names of all that these need in turn: what is installed, and what is not."""
+    seen, missing, left = set[tuple[str, str]](), set[str](), list(wanted)
     while left:
-        name = left.pop()
-        try:
-            left |= needs(distribution(name)) - seen - {name}
-            seen.add(name)
-        except PackageNotFoundError:
+        r = left.pop()
+        key = (plain(r.name), ",".join(sorted(r.extras)))
+        if key in seen:
             continue
-    return seen
+        try:
+            left += needs(distribution(r.name), r.extras)
+            seen.add(key)
+        except PackageNotFoundError:
+            missing.add(plain(r.name))
+    return {name for name, _ in seen}, missing
 
 
 def megabytes(name: str) -> float:
@@ -44,29 +49,33 @@ def megabytes(name: str) -> float:
     return sum(path.stat().st_size for path in paths if path.is_file()) / 1e6
 
 
-def show(name: str) -> None:
-    whole = sum(map(megabytes, closure(name)))
-    print(f"  {name:<22}{distribution(name).version:<12}{megabytes(name):8.1f}{whole:10.1f}")
+def show(wanted: Requirement) -> None:
+    whole = sum(map(megabytes, closure([wanted])[0]))
+    found = distribution(wanted.name)
+    print(
+        f"  {plain(wanted.name):<22}{found.version:<12}{megabytes(wanted.name):8.1f}{whole:10.1f}"
+    )
 
 
 def main() -> None:
     geojax = distribution("geojax")
     core = needs(geojax)
-    base = set[str]().union(*map(closure, core))
+    base, _ = closure(core)
     print(f"{'core':<36}own MB  with all it needs")
-    for name in sorted(core):
-        show(name)
+    for wanted in sorted(core, key=str):
+        show(wanted)
     print(f"  {'all, each once':<34}{sum(map(megabytes, base)):18.1f}")
+    known = {str(r) for r in core}
     for extra in geojax.metadata.get_all("Provides-Extra") or ():
-        names = needs(geojax, (extra,)) - core - {"geojax"}
-        found = {name for name in names if closure(name)}
-        if found < names or not names:
-            print(f"{extra}: not installed here")
+        more = [r for r in needs(geojax, [extra]) if str(r) not in known]
+        found, missing = closure(more)
+        if missing:
+            print(f"{extra}: not installed here ({', '.join(sorted(missing))})")
             continue
-        more = set[str]().union(*map(closure, found)) - base
-        print(f"{extra}: {sum(map(megabytes, more)):.1f} MB beside the core")
-        for name in sorted(found):
-            show(name)
+        print(f"{extra}: {sum(map(megabytes, found - base)):.1f} MB beside the core")
+        for wanted in sorted(more, key=str):
+            if plain(wanted.name) != "geojax":
+                show(wanted)
 
 
 if __name__ == "__main__":

@@ -177,8 +177,8 @@ def test_thirty_walks_end_at_runs_that_train_two_steps(tmp_path_factory, monkeyp
         try:
             config = two_steps(walk.config, text)
             runs.start(config, run, QUIET)
-            ended.append(config)
             assert read_records(run / "metrics.jsonl")[-1]["kind"] == "end"
+            ended.append(config)
         except (ConfigError, RunError) as error:
             if not helps(error):
                 raise
