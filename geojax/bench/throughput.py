@@ -5,8 +5,9 @@ A model with random weights (512 wide, 12 layers; what it says does not matter h
 of 32 in 16 steps behind prefixes of 0.5, 0.7 and 0.9 of the request, everything compiled before.
 All policies take turns in each round, in one process; ratios are of seconds over no reuse of the
 same round. Predicted ratios count multiplications: of rows by weights, of queries by keys and
-values, of the head, of the rows that requests have; what is padded to the shapes' buckets is not in
-them.
+values, of the head, of the rows that requests have; beside them stand those of the rows that are
+computed, which are padded to the shapes' buckets. The canvas is one block, so that `prefix` and
+`dual` do the same.
 
 `full` is also what a block-causal model of this size would do, whose prefixes do not depend on what
 follows: the price of seeing both ways is the distance from it.
@@ -38,7 +39,9 @@ from geojax.bench.throughput_table import (
 )
 from geojax.bicache.depth import Depths
 from geojax.bicache.engine import Engine, Sizes
+from geojax.bicache.pages import PAGE, pages_of
 from geojax.bicache.policy import Policy, get_policy
+from geojax.bicache.shapes import page_bucket, suffix_bucket
 from geojax.bicache.slot import Job
 from geojax.config import require
 from geojax.diffusion.request import SamplingConfig
@@ -76,7 +79,11 @@ class ThroughputOptions:
     length: int = 512
     """Tokens of a request."""
     layers: int = 12
-    """Of the model; prefixes are shared in half of them."""
+    """Of the model."""
+    depth: int | None = None
+    """Layers that prefixes are shared in; unset: half of them."""
+    shares: tuple[float, ...] = SHARES
+    """Of a request, its prefix."""
     dim: int = 512
     """Of the model."""
     rounds: int = 3
@@ -93,7 +100,16 @@ def run_throughput(options: ThroughputOptions) -> list[Point]:
         all(b >= 1 for b in options.batches) and options.batches,
         f"batches {options.batches} must be numbers of requests, at least 1 each",
     )
-    shortest = min(options.length - round(share * options.length) for share in SHARES)
+    require(
+        options.shares and all(0 < share < 1 for share in options.shares),
+        f"shares {options.shares} must lie between 0 and 1, one at least",
+    )
+    depth = options.layers // 2 if options.depth is None else options.depth
+    require(
+        1 <= depth <= options.layers,
+        f"depth {depth} must lie in 1..{options.layers}, the model's layers",
+    )
+    shortest = min(options.length - round(share * options.length) for share in options.shares)
     require(
         shortest > BLOCK,
         f"length {options.length} leaves {shortest} tokens beside the longest prefix, and {BLOCK} "
@@ -118,32 +134,36 @@ def run_throughput(options: ThroughputOptions) -> list[Point]:
     sampler = None
     points = []
     for batch in options.batches:
-        for share in SHARES:
-            path = options.out / f"batch{batch}-share{share}-length{options.length}.json"
-            point = _known(path, batch, share, options, config)
+        for share in options.shares:
+            name = f"batch{batch}-share{share}-length{options.length}-depth{depth}.json"
+            path = options.out / name
+            asked = (batch, share, options.length, depth, options.rounds, machine())
+            point = _known(path, asked, config)
             if point is None:
                 if sampler is None:
                     params = init_params(config, 0)
                     forbidden = np.arange(config.vocab_size) == _MASK
                     sampler = Sampler(Transformer(config), params, _MASK, forbidden)
-                point = _measure(sampler, batch, share, options)
+                point = _measure(sampler, batch, share, depth, options)
                 _write(path, asdict(point) | {"model": asdict(config)})
             console.print(table(point))
-            for line in notes(point, config.layers // 2):
+            for line in notes(point):
                 console.print(line)
             points.append(point)
     console.print(f"Measured clock, {points[-1].machine}; random weights.")
     path = options.json or options.out / "throughput.json"
-    facts = {"depth": config.layers // 2, "points": [asdict(p) for p in points]}
+    facts = {"points": [asdict(p) for p in points]}
     _write(path, made_by("measured") | facts)
     plot_throughput(points, options.out / "throughput.png")
     console.print(f"wrote {path}, a picture in {options.out}", soft_wrap=True)
     return points
 
 
-def _measure(sampler: Sampler, batch: int, share: float, options: ThroughputOptions) -> Point:
+def _measure(
+    sampler: Sampler, batch: int, share: float, depth: int, options: ThroughputOptions
+) -> Point:
     config, length = sampler.model.config, options.length
-    prefix, depth = round(share * length), config.layers // 2
+    prefix = round(share * length)
     private = length - prefix - BLOCK
     settings = SamplingConfig(steps=STEPS, block=BLOCK)
     jobs = shared_jobs(_MASK, batch, prefix, private, BLOCK, settings)
@@ -160,21 +180,29 @@ def _measure(sampler: Sampler, batch: int, share: float, options: ThroughputOpti
             engine.answer(jobs)
             if number:  # the first compiles, and builds the prefix
                 seconds[key].append(time.perf_counter() - started)
-        builds.append(_build_seconds(engines["bicache", 1], jobs[0]))
+        seconds_of_build = _build_seconds(engines["bicache", 1], jobs[0])
+        if number:
+            builds.append(seconds_of_build)
     plain = seconds["none", None]
-    none = operations(get_policy("none"), config, depth, prefix, private)
+    none, *counted = (
+        [
+            operations(get_policy(name, every), config, depth, prefix, private, padded)
+            for padded in (False, True)
+        ]
+        for name, every in (("none", None), *POLICIES)
+    )
     rows = []
-    for name, every in POLICIES:
+    for (name, every), mine in zip(POLICIES, counted, strict=True):
         ratios = [a / b for a, b in zip(plain, seconds[name, every], strict=True)]
-        counted = operations(get_policy(name, every), config, depth, prefix, private)
-        found = (median(ratios), min(ratios), max(ratios), none / counted)
-        rows.append(Row(batch, share, name, every, *found))
+        found = (median(ratios), min(ratios), max(ratios))
+        rows.append(Row(batch, share, name, every, *found, none[0] / mine[0], none[1] / mine[1]))
     pairs = zip(seconds["refresh", 1], seconds["bicache", 1], strict=True)
     saved = median(own - shared for own, shared in pairs)
     return Point(
         batch,
         share,
         length,
+        depth,
         options.rounds,
         median(plain),
         median(builds),
@@ -196,15 +224,25 @@ def _build_seconds(engine: Engine, job: Job) -> float:
 
 
 def operations(
-    policy: Policy, config: TransformerConfig, depth: int, prefix: int, private: int
+    policy: Policy,
+    config: TransformerConfig,
+    depth: int,
+    prefix: int,
+    private: int,
+    padded: bool = False,
 ) -> float:
-    """Multiplications of one request's steps; a prefix is shared in `depth` layers."""
+    """Multiplications of one request's steps; a prefix is shared in `depth` layers. `padded`: of
+    all rows that are computed."""
     layers, length = config.layers, prefix + private + BLOCK
     a_row = 4 * config.dim**2 + 3 * config.dim * config.mlp_dim
     depth = layers if policy.whole else depth if policy.shared else 0
     if policy.name == "none":
         prefix, private = 0, prefix + private
     suffix = private + BLOCK
+    if padded:
+        prefix = PAGE * page_bucket(pages_of(prefix, PAGE))
+        suffix = suffix_bucket(suffix)
+        length = prefix + suffix
     window = {"suffix": suffix, "rest": BLOCK, "block": BLOCK}[policy.window]
     total = 0.0
     for step in range(STEPS):
@@ -217,11 +255,9 @@ def operations(
     return total
 
 
-def _known(
-    path: Path, batch: int, share: float, options: ThroughputOptions, config: TransformerConfig
-) -> Point | None:
-    """What was measured before, with the same options on this machine; what cannot be read is
-    measured again."""
+def _known(path: Path, asked: tuple[Any, ...], config: TransformerConfig) -> Point | None:
+    """What was measured before, with the same options on this machine; what cannot be read, or is
+    of another form, is measured again."""
     if not path.exists():
         return None
     try:
@@ -232,8 +268,7 @@ def _known(
         return None
     if model != to_json(asdict(config)):
         return None
-    same = (point.batch, point.share, point.length, point.rounds, point.machine)
-    asked = (batch, share, options.length, options.rounds, machine())
+    same = (point.batch, point.share, point.length, point.depth, point.rounds, point.machine)
     return point if same == asked else None
 
 

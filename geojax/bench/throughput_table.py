@@ -31,6 +31,8 @@ class Row:
     high: float
     predicted: float
     """By counting multiplications."""
+    padded: float
+    """By counting those of the rows that are computed, which fill the shapes' buckets."""
 
     @property
     def label(self) -> str:
@@ -44,6 +46,8 @@ class Point:
     batch: int
     share: float
     length: int
+    depth: int
+    """Layers that a prefix is shared in."""
     rounds: int
     plain_seconds: float
     """Of one batch of requests without reuse, the median."""
@@ -58,8 +62,9 @@ class Point:
         return next(r.ratio for r in self.rows if (r.policy, r.every) == (policy, every))
 
     @property
-    def dearer(self) -> float:
-        """What a row of a step over the block alone takes, over one of a step over all rows."""
+    def row_cost_ratio(self) -> float:
+        """What a row of a step over the block alone takes, over one of a step over all rows, by
+        policy dual: one step over all rows, and all others over the block. The head is in both."""
         whole = self.plain_seconds / STEPS
         block = (self.plain_seconds / self.ratio("dual", None) - whole) / (STEPS - 1)
         return block / BLOCK / (whole / self.length)
@@ -73,6 +78,8 @@ def table(point: Point) -> Table:
         "rounds",
         "predicted",
         "of it",
+        "padded",
+        "of it",
         box=box.SIMPLE_HEAD,
         title=f"batch {point.batch}, prefix {point.share:.0%} of {point.length} tokens",
         title_justify="left",
@@ -84,11 +91,13 @@ def table(point: Point) -> Table:
             f"{r.low:.2f}-{r.high:.2f}",
             f"{r.predicted:.2f}x",
             f"{r.ratio / r.predicted:.2f}",
+            f"{r.padded:.2f}x",
+            f"{r.ratio / r.padded:.2f}",
         )
     return found
 
 
-def notes(point: Point, depth: int) -> list[str]:
+def notes(point: Point) -> list[str]:
     """What sharing between requests adds, and what it costs."""
     prefix, p = round(point.share * point.length), point
     tokens = p.batch * BLOCK / p.plain_seconds
@@ -97,17 +106,17 @@ def notes(point: Point, depth: int) -> list[str]:
         f"No reuse: {p.plain_seconds:.2f} s, {tokens:.1f} tokens/s.",
         f"What sharing between requests adds, by steps between refreshes: {', '.join(gains)}.",
         f"bicache-dual over dual: {p.ratio('bicache-dual', None) / p.ratio('dual', None):.2f}x.",
-        f"A row costs {p.dearer:.1f} times as much in a step of {p.batch * BLOCK} rows (dual) as "
-        f"in one of {p.batch * p.length}: every step reads all weights.",
+        f"A row costs {p.row_cost_ratio:.1f} times as much in a step of {p.batch * BLOCK} rows "
+        f"(dual) as in one of {p.batch * p.length}.",
     ]
     if p.saved_seconds <= 0:
         return [*lines, "A refresh takes no less where the prefix is shared."]
     pays = math.ceil(p.build_seconds / p.saved_seconds)
+    built = f"{1e3 * p.build_seconds:.0f} ms to build ({p.depth * prefix} row-layers)"
     return [
         *lines,
-        f"The prefix takes {1e3 * p.build_seconds:.0f} ms to build ({depth * prefix} row-layers); "
-        f"a refresh of one request saves {1e3 * p.saved_seconds:.0f} ms: it pays from refresh "
-        f"{pays} on.",
+        f"The prefix takes {built}; a refresh of one request saves {1e3 * p.saved_seconds:.0f} ms: "
+        f"it pays from refresh {pays} on.",
     ]
 
 

@@ -112,11 +112,20 @@ class Builds:
 
     def acquire(self, job: Job) -> list[Entry]:
         """Its chain of segments, held; NoPagesError as `Store.acquire`."""
+        segments, name, masks = self._wanted(job)
+        return self._store.acquire(segments, job.salt, name, partial(self._fill, masks))
+
+    def stored(self, job: Job) -> list[Entry]:
+        """As much of its chain as is there, without building."""
+        segments, name, _ = self._wanted(job)
+        return self._store.stored(segments, job.salt, name)
+
+    def _wanted(self, job: Job) -> tuple[list[np.ndarray], str, int]:
+        """Its segments, the builder's name, and masks behind them."""
         tokens = np.asarray(job.request.tokens, np.int32)
         segments = np.split(tokens[: job.prefix], np.cumsum(job.segments)[:-1])
         masks = self._masks(len(tokens) - job.prefix)
-        name = f"canvas {masks}" if masks else self.builder
-        return self._store.acquire(segments, job.salt, name, partial(self._fill, masks))
+        return segments, f"canvas {masks}" if masks else self.builder, masks
 
     def warm(self, prefix: int, suffix: int, segments: int, between: Callable[[], None]) -> None:
         """Compile what prefixes of up to so many tokens need, before suffixes of up to so many.

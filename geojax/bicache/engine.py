@@ -67,7 +67,7 @@ class Engine:
         self.depths = Depths(((0.0, config.layers),)) if policy.whole else depths
         shared = self.depths.distinct if policy.shared and self.depths else ()
         kept = tuple(d for d in shared if d < config.layers)
-        self.memory = Memory(config, sampler.dtype, sizes)
+        self.memory = Memory(config, sampler.dtype, sizes, bool(kept))
         self.kv, self.page = self.memory.kv, self.memory.page
         self.store = Store(
             self.kv,
@@ -146,8 +146,9 @@ class Engine:
             return self._admit(job)
 
     def pin(self, job: Job, pinned: bool = True) -> None:
-        """Build a job's prefix ahead of its requests and keep it, whatever else is wanted; or keep
-        it no more. The job's share says how deep, as in `admit`; nothing of it is answered.
+        """Build a job's prefix ahead of its requests and keep it, whatever else is wanted, until as
+        many calls with `pinned` False have come. The job's share says how deep, as in `admit`;
+        nothing of it is answered.
 
         ConfigError where the job would share no prefix; NoPagesError as `admit`.
         """
@@ -158,8 +159,11 @@ class Engine:
                 f"segments {job.segments} of {len(job.request.tokens)} tokens are shared in no "
                 f"layer under policy {self.policy.name!r}; pin a longer prefix",
             )
+            if not pinned:
+                self.store.pin(self._builds.stored(job), False)
+                return
             chain = self._chain(job)
-            self.store.pin(chain, pinned)
+            self.store.pin(chain)
             self.store.release(chain)
 
     def _admit(self, job: Job) -> Slot:
@@ -390,6 +394,12 @@ class Engine:
             stored + own <= self.kv.count - 1,
             f"a request of {len(job.request.tokens)} tokens, {prefix} of them prefix, takes "
             f"{stored + own} pages, and there are {self.kv.count - 1}; raise kv_bytes",
+        )
+        hidden, most = len(self._kept) * pages if shared else 0, self.memory.hidden.count - 1
+        require(
+            hidden <= most,
+            f"a prefix of {prefix} tokens takes {hidden} pages of hidden states, and there are "
+            f"{most}; raise hidden_bytes",
         )
         require(
             self.store.quota is None or stored <= self.store.quota,

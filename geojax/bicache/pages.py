@@ -128,13 +128,16 @@ class Sizes:
 class Memory:
     """A pool and the books of its pages. Programs take the pool over, and give it back changed."""
 
-    def __init__(self, config: TransformerConfig, dtype: DTypeLike, sizes: Sizes):
-        """ConfigError where a size is that of less than a page."""
+    def __init__(
+        self, config: TransformerConfig, dtype: DTypeLike, sizes: Sizes, hidden: bool = True
+    ):
+        """ConfigError where a size is that of less than a page. `hidden`: whether hidden states
+        are stored at all; else they take no memory."""
         self.page = sizes.page
         kv_page = kv_page_bytes(config, dtype, self.page)
         hidden_page = hidden_page_bytes(config, dtype, self.page)
         self.kv = Pages(int(sizes.kv_bytes // kv_page))
-        self.hidden = Pages(max(int(sizes.hidden_bytes // hidden_page), 2))
+        self.hidden = Pages(int(sizes.hidden_bytes // hidden_page) if hidden else 2)
         self.quota = None if sizes.quota_bytes is None else int(sizes.quota_bytes // kv_page)
         """Key/value pages."""
         self._new = partial(make_pool, config, self.kv.count, self.hidden.count, dtype, self.page)

@@ -28,6 +28,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 from geojax.bicache.denoise import drift_of
 from geojax.bicache.depth import Depths, Effect, Guard, ShareProfile, probe_places
 from geojax.config import require
+from geojax.diffusion.canvas import power_of_two
 from geojax.models.attention import attend
 from geojax.models.transformer import Inputs, Params, Transformer
 
@@ -194,7 +195,7 @@ def _compare(
     those `places` that are `counted` [L, b]) by depth or layer."""
     seen = jnp.where(hide, mask_id, tokens)
     prefix = ends[-1]
-    behind = seen.shape[1] - prefix if canvas else 0
+    behind = power_of_two(seen.shape[1] - prefix) if canvas else 0  # as the store builds it
     kept = _build(model, params, seen[:, :prefix], ends, behind, mask_id)
     whole, plain = _capture(model, params, seen, prefix)
     cosines = jnp.stack([_cosine(kept.k, whole.k), _cosine(kept.v, whole.v)])

@@ -55,7 +55,7 @@ class Shapes:
         return Shape(
             power_of_two(len(slots)),
             page_bucket(max(len(s.counts) for s in slots)),
-            max(bucket(suffix), _FEWEST_ROWS),
+            suffix_bucket(suffix),
             max(power_of_two(widest), _NARROWEST),
         )
 
@@ -138,6 +138,10 @@ def buckets(least: int, most: int) -> list[int]:
     while found[-1] < most:
         found.append(bucket(found[-1] + 1))
     return found
+
+
+def suffix_bucket(rows: int) -> int:
+    return max(bucket(rows), _FEWEST_ROWS)
 
 
 def page_bucket(pages: int) -> int:

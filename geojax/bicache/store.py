@@ -15,6 +15,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 import numpy as np
@@ -44,7 +45,8 @@ class Entry:
     users: int = 0
     """Requests that read it."""
     children: int = 0
-    pinned: bool = False
+    pins: int = 0
+    """How often it was asked to be kept."""
     used: int = 0
     """When it was last wanted, by the store's own count."""
     ready: threading.Event = field(default_factory=threading.Event)
@@ -147,6 +149,15 @@ class Store:
             raise
         return chain
 
+    def stored(self, segments: Segments, salt: str, builder: str) -> list[Entry]:
+        """As much of a prefix's chain as is there; nobody holds it."""
+        with self._lock:
+            keys = self.keys(segments, salt, builder)
+            there = takewhile(
+                lambda k: k in self._entries and self._entries[k].ready.is_set(), keys
+            )
+            return [self._entries[key] for key in there]
+
     def release(self, chain: Sequence[Entry]) -> None:
         with self._lock:
             for entry in chain:
@@ -196,10 +207,10 @@ class Store:
         return self.keys([entry.tokens], salt, builder)[0] == entry.key
 
     def pin(self, chain: Sequence[Entry], pinned: bool = True) -> None:
-        """Keep entries whatever else is wanted, or no more."""
+        """Keep entries whatever else is wanted, until each was let go as often as it was kept."""
         with self._lock:
             for entry in chain:
-                entry.pinned = pinned
+                entry.pins = max(entry.pins + (1 if pinned else -1), 0)
 
     def purge(self, salt: str | None = None) -> int:
         """Evict what nobody uses, of one tenant or of all; how many entries went."""
@@ -254,7 +265,7 @@ class Store:
         and under quotas no other tenant's."""
         kept: set[bytes] = set()
         for entry in self._entries.values():
-            if entry.users or entry.pinned or not entry.ready.is_set():
+            if entry.users or entry.pins or not entry.ready.is_set():
                 kept |= {e.key for e in entry.chain()}
         mine = [e for e in self._entries.values() if not self.quota or e.salt == salt]
         return [e for e in mine if e.key not in kept]
@@ -335,7 +346,7 @@ class Store:
         return sum(entry.kv.size for entry in self._entries.values() if entry.salt == salt)
 
     def _oldest(self, of: Callable[[Entry], bool], pinned: bool = False) -> Entry | None:
-        idle = (e for e in self._entries.values() if not e.busy and (pinned or not e.pinned))
+        idle = (e for e in self._entries.values() if not e.busy and (pinned or not e.pins))
         return min(filter(of, idle), key=lambda entry: entry.used, default=None)
 
     def _evict(self, entry: Entry) -> None:

@@ -53,7 +53,7 @@ def throughput_parts(content: Content) -> Parts:
     from geojax.bench.throughput_table import Point, notes, plot_throughput, table
 
     points = TypeAdapter(tuple[Point, ...]).validate_python(content["points"])
-    blocks = [Block(table=table(p), notes=tuple(notes(p, content["depth"]))) for p in points]
+    blocks = [Block(table=table(p), notes=tuple(notes(p))) for p in points]
     about = "Throughput over no reuse, by the prefix's share of a request."
     return blocks, [Picture("throughput", about, partial(plot_throughput, points))]
 

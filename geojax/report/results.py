@@ -145,10 +145,9 @@ _KINDS = (
     _kind(
         "throughput under policies of reuse",
         "bench throughput",
-        "points depth",
+        "points",
         "",
         parts.throughput_parts,
-        "depth",
     ),
     _kind(
         "what was published, and what came of it",

@@ -12,7 +12,7 @@ import slow_engine
 from geojax.bicache import policy
 from geojax.bicache.depth import Depths
 from geojax.bicache.engine import Engine, Job, Sizes
-from geojax.bicache.pages import NoPagesError, kv_page_bytes
+from geojax.bicache.pages import NoPagesError, hidden_page_bytes, kv_page_bytes
 from geojax.bicache.policy import get_policy
 from geojax.bicache.shapes import bucket, buckets, page_bucket, page_buckets, shapes_within
 from geojax.config import ConfigError, RunError
@@ -248,6 +248,32 @@ def test_work_is_what_the_definitions_say():
     computed = steps * 64 * 4 + refreshes * 4 * PAGE * 2
     useful = {"suffix": steps * 24 * 4, "prefix": refreshes * 40 * 2, "probes": 0}
     assert made.work == useful | {"computed": computed}
+
+
+def test_hidden_states_have_a_budget_of_their_own():
+    per = hidden_page_bytes(LLADA, "float32", PAGE)
+    made = Engine(sampler(), get_policy("bicache", 3), Sizes(4e6, 5 * per, page=PAGE), DEPTHS)
+    assert made.memory.pool.hidden.nbytes == 5 * per
+    made.answer([Job(request(0, 30, 8), (16,))])  # a page at each of three depths
+    # For ever too many, so nobody waits for room.
+    with pytest.raises(ConfigError, match=r"takes 9 pages of hidden .* 4; raise hidden_bytes"):
+        made.admit(Job(request(0, 60, 8), (48,)))
+    with pytest.raises(ConfigError, match="a pool of 1 pages holds nothing"):
+        Engine(sampler(), get_policy("bicache", 3), Sizes(4e6, 1.5 * per, page=PAGE), DEPTHS)
+    none = Engine(sampler(), get_policy("refresh", 3), Sizes(4e6, 9e9, page=PAGE))
+    assert none.memory.pool.hidden.nbytes == 2 * per
+
+
+def test_a_prefix_that_is_let_go_is_not_built_for_that():
+    made = Engine(sampler(), get_policy("bicache", 3), SIZES, DEPTHS)
+    job = Job(request(0, 60, 8), (16, 32))
+    made.pin(job)
+    assert made.store.counts.builds == 2
+    made.pin(job, False)
+    made.store.purge()
+    made.pin(job, False)
+    assert made.store.counts.builds == 2
+    assert not len(made.store)
 
 
 def test_memory_that_is_too_small_is_refused_and_nothing_leaks():

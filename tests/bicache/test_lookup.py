@@ -79,6 +79,9 @@ def test_memory_is_bounded_and_the_newest_stays(store):
     lookup = Lookup(store, PAGE, fewest=4, most=3)
     for i in range(10):
         lookup.segments([i] * 8, "", "prefix")
-    assert len(lookup._seen) == 3
+    assert len(lookup._seen[""]) == 3
     assert lookup.segments([9] * 8, "", "prefix") == (8,)
     assert lookup.segments([0] * 8, "", "prefix") == ()
+    for i in range(10, 20):
+        lookup.segments([i] * 8, "another", "prefix")
+    assert lookup.segments([0] * 8, "", "prefix") == (8,)  # others make nobody forget

@@ -119,7 +119,7 @@ def test_options_that_would_be_ignored_are_refused(changes, message):
 
 def test_a_canvas_behind_the_prefix_brings_its_keys_nearer(params, sequences):
     plain, canvas = (
-        profile_share(Transformer(MODEL), params, sequences, 12, MASK, masked=(1.0,), canvas=canvas)
+        profile_share(Transformer(MODEL), params, sequences, 8, MASK, masked=(1.0,), canvas=canvas)
         for canvas in (False, True)
     )
     # Everything after the prefix is masked here, so that a canvas is what it will see.

@@ -113,6 +113,23 @@ def test_what_is_in_use_or_pinned_or_has_children_stays():
     assert store.kv_pages == 0
 
 
+def test_a_pin_holds_until_each_that_asked_for_it_lets_go():
+    """As two conversations that share a system prompt do."""
+    store = make(kv=1 + 3 * DEPTH)
+    for segments in ([1], [2]), ([1], [3]):
+        chain = hold(store, *segments)
+        store.pin(chain)
+        store.release(chain)
+    use(store, [1], [2])
+    store.pin(store.stored([[1], [3]], "", "prefix"), False)
+    use(store, [4])  # [3] alone may go
+    assert {int(e.tokens[0]) for e in store.entries} == {1, 2, 4}
+    assert [int(e.tokens[0]) for e in store.stored([[1], [2], [9]], "", "prefix")] == [1, 2]
+    store.pin(store.stored([[1], [2]], "", "prefix"), False)
+    use(store, [5], [6])
+    assert {int(e.tokens[0]) for e in store.entries} <= {1, 4, 5, 6}
+
+
 def test_a_store_of_entries_in_use_says_so():
     store = make(kv=1 + DEPTH)
     held = hold(store, [1])
@@ -254,7 +271,7 @@ class Books(RuleBasedStateMachine):
         try:
             chain = self.store.acquire(segments, salt, "prefix", self.build)
         except NoPagesError:
-            pinned = any(entry.pinned for entry in self.store._entries.values())
+            pinned = any(entry.pins for entry in self.store._entries.values())
             assert self.held or pinned or others, "nobody holds anything, and there is no room"
             return
         finally:
