@@ -64,7 +64,9 @@ class Calibration:
     compute_seconds: float
     """Of a round, the last slice's inner steps, under these quotas."""
     fixed_seconds: float
-    """Of an exchange, whatever the links."""
+    """Of an exchange, whatever the links, and of what follows it."""
+    outer_seconds: float
+    """Of these, decoding and the outer step, which are no wait."""
     start_seconds: float
     """Until the first round begins."""
 
@@ -104,7 +106,7 @@ def calibrate(
 ) -> Calibration:
     """What follows from a run of DiLoCo over links that are not scaled."""
     times = [parts(run, record["round"]) for record in run.rounds[1:]]
-    compute, fixed = (statistics.median(column) for column in zip(*times, strict=True))
+    compute, fixed, outer = (statistics.median(column) for column in zip(*times, strict=True))
     slower = min(1.0, compute / aim.round_seconds)
     slowed = {name: share * slower for name, share in cores.items()}
     quota.check(slowed)
@@ -122,14 +124,18 @@ def calibrate(
         scale,
         compute,
         fixed,
+        outer,
         start_seconds,
     )
 
 
-def parts(run: Run, number: int) -> tuple[float, float]:
-    """Seconds until the last slice had done its inner steps, and the rest of the round."""
-    inner = max(r["compute_seconds"] for r in run.slices if r["round"] == number)
-    return inner, run.rounds[number - 1]["round_seconds"] - inner
+def parts(run: Run, number: int) -> tuple[float, float, float]:
+    """Seconds until the last slice had done its inner steps, the rest of the round, and of it the
+    longest outer step."""
+    here = [r for r in run.slices if r["round"] == number]
+    inner = max(r["compute_seconds"] for r in here)
+    rest = run.rounds[number - 1]["round_seconds"] - inner
+    return inner, rest, max(r["outer_seconds"] for r in here)
 
 
 def link_seconds(config: RunConfig, wan: Wan, payload_bytes: int) -> float:

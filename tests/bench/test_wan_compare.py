@@ -71,6 +71,9 @@ def test_framing_is_headers_of_full_segments_and_of_acknowledgements():
     assert framing_bytes(1_448_000) / 1_448_000 == pytest.approx(1.5 * 66 / 1448)
 
 
+OUTER = 0.3
+
+
 def made_up_run(rounds, slices=("h100", "rtx-6000-ada"), payload=533_792) -> Run:
     """Rounds of (seconds, compute of each slice)."""
     records, seconds = [], 0.0
@@ -83,8 +86,8 @@ def made_up_run(rounds, slices=("h100", "rtx-6000-ada"), payload=533_792) -> Run
             "slice": name,
             "compute_seconds": own,
             "straggler_seconds": max(compute) - own,
-            "wan_seconds": whole - max(compute),
-            "outer_seconds": 0.0,
+            "wan_seconds": whole - max(compute) - OUTER,
+            "outer_seconds": OUTER,
             "sent_bytes": payload,
         }
         for number, (whole, compute) in enumerate(rounds, 1)
@@ -108,7 +111,7 @@ def test_calibration_gives_rounds_of_the_length_and_share_that_are_asked_for():
     said = predict(found, config)
     assert said.seconds == pytest.approx(174 * (exchange + 2.0), rel=0.01)
     # Equal work, at speeds 2.57 and 1: the fast slice waits for what the slow one still does.
-    assert said.wan_idle == pytest.approx(0.658)
+    assert said.wan_idle == pytest.approx(0.658 - OUTER / (exchange + 2.0))
     assert said.straggler_idle == pytest.approx((1 - 1 / 2.57) * (1 - 0.658))
     assert said.sent_bytes == 2 * 533_792
     slow = made_up_run([(9.0, (5.0, 8.0)), (6.3, (3.0, 6.0))])
@@ -170,7 +173,7 @@ def test_every_method_is_ready_before_anything_runs():
 
 
 def test_an_exchange_beside_the_next_steps_takes_less_time():
-    found = Calibration(AIM, {}, 1e-3, 2.0, 0.1, 30.0)
+    found = Calibration(AIM, {}, 1e-3, 2.0, 0.1, 0.0, 30.0)
     waits, goes_on = (predict(found, method(n, slices=AIM.slices)) for n in METHODS[-2:])
     rounds = round(waits.seconds / waits.round_seconds)
     exchange = waits.wan_idle * waits.round_seconds

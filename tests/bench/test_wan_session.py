@@ -165,7 +165,7 @@ def test_a_comparison_goes_on_and_reports_every_method(tmp_path, monkeypatch, ca
 
     def calibrated(aim, folder, console):
         asked.append(aim)
-        return Calibration(aim, {}, 1e-3, 2.0, 0.1, 30.0)
+        return Calibration(aim, {}, 1e-3, 2.0, 0.1, 0.0, 30.0)
 
     monkeypatch.setattr("benchmarks.wan.compare.calibrated", calibrated)
     command = ["compare", "--seeds", "2", "--each-step", "--out", str(tmp_path / "out")]
