@@ -5,15 +5,17 @@
 
 Programs that differ in nothing but `Task.noise` run in turn in one process, in another order each
 round, on the same chunk; what is compared is the ratio of their times, round by round, and of the
-fastest of each, which a busy machine disturbs least. A GPU's memory is slower beside its
-arithmetic, so an estimate for one follows, from the bytes that are read again.
+fastest of each, which a busy machine disturbs least. One of them is there twice: by how much it
+differs from itself is the error of the others. A GPU's memory is slower beside its arithmetic, so
+an estimate for one follows, from the bytes that are read again. JAX_PLATFORMS chooses a device; by
+default it is the CPU.
 """
 
 import argparse
 import os
 import time
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import jax
@@ -32,7 +34,8 @@ from geojax.train.program import Program, Task
 
 LENGTH = 256
 STRATEGIES = ("dp1-tp1-pp1-mb1-gb8", "dp2-tp1-pp4-mb1-gb8")
-KINDS = (None, "plain", "preconditioned")
+SAME = "no"  # measured again: the same program as None
+KINDS = (None, SAME, "plain", "preconditioned")
 A100_STRATEGIES = ("dp8-tp1-pp1-mb1-gb64", "dp8-tp1-pp1-mb4-gb256", "dp1-tp2-pp4-mb4-gb64")
 KERNEL_SECONDS = 5e-6
 """Launch of the kernel that sums a leaf's squares: an assumption, as in meshes/hardware.py."""
@@ -72,7 +75,10 @@ def step_seconds(
     )
     devices = jax.devices()[: strategy.devices]
     programs = {
-        kind: Program(Task(model, train, LENGTH, noise=kind), strategy, devices) for kind in KINDS
+        kind: Program(
+            Task(model, train, LENGTH, noise=None if kind == SAME else kind), strategy, devices
+        )
+        for kind in KINDS
     }
     states = {kind: program.init(0) for kind, program in programs.items()}
     chunk = programs[None].put_chunk(random_chunk(model, strategy.global_batch))

@@ -70,6 +70,20 @@ def seen(monkeypatch):
 
 
 @pytest.fixture
+def progress(monkeypatch):
+    """(first sequence, share of the run that is over by the schedule) of each step."""
+    found, run = [], Program.run
+
+    def watch(self, state, chunk, count, begin, stride, done, *rest, **options):
+        firsts = [int(step.min()) for step in np.asarray(chunk.samples)[:count]]
+        found.extend((n, begin + stride * (done + i)) for i, n in enumerate(firsts))
+        return run(self, state, chunk, count, begin, stride, done, *rest, **options)
+
+    monkeypatch.setattr(Program, "run", watch)
+    return found
+
+
+@pytest.fixture
 def chained(config):
     """Four strategies of one batch, one after another."""
     return replace(config, strategy="", chain=legs(*zip(BEGINS, TEXTS, strict=True)))
@@ -143,8 +157,10 @@ def test_a_chain_over_all_axes_is_the_run_that_never_changed(config, chained, tm
 
 
 @pytest.mark.full
-def test_a_chain_of_batches_sees_every_sequence_once_and_the_rate_follows(config, tmp_path, seen):
-    """Up and down, with legs that no round or batch divides."""
+def test_a_chain_of_batches_sees_every_sequence_once_and_the_rate_follows(
+    config, tmp_path, seen, progress
+):
+    """Up and down, with legs that no round or batch divides; the schedule goes by tokens."""
     texts = ("dp2-tp2-pp1-mb2-gb8", "dp2-tp1-pp2-mb4-gb32", "dp1-tp1-pp4-mb1-gb4")
     begins = (0, 43 * SEQ_LEN, 150 * SEQ_LEN)
     scaling = ScalingConfig(base_batch=8, rule="linear")
@@ -153,6 +169,8 @@ def test_a_chain_of_batches_sees_every_sequence_once_and_the_rate_follows(config
     assert runs.start(config, tmp_path / "run", QUIET)
     assert seen == list(range(len(seen)))
     assert len(seen) * SEQ_LEN >= config.train.total_tokens
+    samples, shares = map(np.array, zip(*progress, strict=True))
+    np.testing.assert_allclose(shares * config.train.total_tokens, samples * SEQ_LEN, rtol=1e-9)
     rounds = records(tmp_path / "run", "round")
     for record in rounds:
         batch = parse_strategy(record["strategy"]).global_batch
