@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a prefix and own keys on one GPU: right, and how fast, by each kernel.
 
-    python benchmarks/kernel.py [--minutes 10] [--models llada-8b dream-7b] [--prefixes 1024 4096]
+    python benchmarks/kernel.py [--minutes 7] [--models llada-8b dream-7b] [--prefixes 1024 4096]
     python benchmarks/kernel.py --interpret
 
 Every kernel that takes a case is first compared with float64, on rows drawn from its output, and
@@ -168,7 +168,7 @@ def within[T](items: Iterable[T], seconds: float, now: Callable[[], float]) -> I
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--interpret", action="store_true", help="small shapes, on a CPU")
-    parser.add_argument("--minutes", type=float, default=10.0, help="that all of it may take")
+    parser.add_argument("--minutes", type=float, default=7.0, help="that all of it may take")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--prefixes", nargs="+", type=int, default=[1024, 2048, 4096])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16])

@@ -85,7 +85,8 @@ def _log_to_stderr() -> None:
         level=logging.WARNING,
         force=True,
     )
-    logging.getLogger("geojax.serve").setLevel(logging.INFO)
+    for name in ("geojax.serve", "geojax.bicache"):  # which kernel runs, and why, among it
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def url_of(listening: socket.socket) -> str:

@@ -142,6 +142,50 @@ def test_refreshing_all_at_every_step_is_no_reuse():
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy": "threshold", "threshold": 0.2},
+        {"policy": "margin", "temperature": 0.7, "steps": 12},
+        {"policy": "origin", "temperature": 0.7, "block": 8, "steps": 12},
+    ],
+    ids=lambda s: s["policy"],
+)
+def test_so_it_is_whatever_is_filled_and_drawn(settings):
+    """And where an answer may end early."""
+    model = Sampler(Transformer(DREAM), params(DREAM), MASK, np.arange(VOCAB) == MASK, (7,))
+    engine = Engine(model, get_policy("refresh", 1), SIZES)
+    asks = [
+        prompt(
+            np.random.default_rng(n).integers(0, 30, 40).tolist(),
+            24,
+            MASK,
+            SamplingConfig(seed=n, **settings),
+        )
+        for n in range(3)
+    ]
+    expected = model.sample(asks)
+    for ours, theirs in zip(engine.answer([Job(a, (33,)) for a in asks]), expected, strict=True):
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+        assert ours.steps == theirs.steps
+
+
+@pytest.mark.parametrize("config", [LLADA, DREAM], ids=["llada", "dream"])
+def test_keys_and_values_of_the_first_layer_are_those_of_a_whole_pass(config):
+    """They depend on nothing but their token and its place."""
+    made = Engine(sampler(config), get_policy("bicache", 3), SIZES, DEPTHS)
+    job = Job(request(5, 60, 8), (20, 17))
+    slot = made.admit(job)
+    places = np.arange(job.prefix)
+    model, tokens = slow_model(config), np.array(job.request.tokens)[: job.prefix]
+    _, *expected = model.project(0, model.embed(tokens), places)
+    real = np.arange(PAGE) < slot.counts[:, None]
+    for pool, whole in zip((made.memory.pool.k, made.memory.pool.v), expected, strict=True):
+        found = np.asarray(pool)[slot.table[0]][real]
+        np.testing.assert_allclose(found, whole, atol=1e-5)
+    made.leave(slot)
+
+
+@pytest.mark.parametrize(
     ("name", "every"),
     [
         ("bicache", 1),
