@@ -35,6 +35,7 @@ from geojax.bench.throughput_table import (
     Row,
     notes,
     plot_throughput,
+    summary,
     table,
 )
 from geojax.bicache.depth import Depths
@@ -150,6 +151,8 @@ def run_throughput(options: ThroughputOptions) -> list[Point]:
             for line in notes(point):
                 console.print(line)
             points.append(point)
+    console.print("All of them: over no reuse, and of what the rows that run predict.")
+    console.print(summary(points))
     console.print(f"Measured clock, {points[-1].machine}; random weights.")
     path = options.json or options.out / "throughput.json"
     facts = {"points": [asdict(p) for p in points]}

@@ -97,6 +97,17 @@ def table(point: Point) -> Table:
     return found
 
 
+def summary(points: Sequence[Point]) -> Table:
+    """All in one: over no reuse, and of what the rows that are computed predict."""
+    found = Table("policy", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for p in points:
+        found.add_column(f"batch {p.batch}\n{p.share:.0%}", justify="right", no_wrap=True)
+    for rows in zip(*(p.rows for p in points), strict=True):
+        cells = (f"{r.ratio:.2f}x {r.ratio / r.padded:.2f}" for r in rows)
+        found.add_row(rows[0].label, *cells)
+    return found
+
+
 def notes(point: Point) -> list[str]:
     """What sharing between requests adds, and what it costs."""
     prefix, p = round(point.share * point.length), point

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`geojax bench throughput`: what it predicts, and that it keeps what was measured."""
 
+import io
 import json
 from dataclasses import replace
 
 import pytest
 from made_run import figures
+from rich.console import Console
 
 from geojax.bench import throughput
 from geojax.bench.throughput import STEPS, ThroughputOptions, operations, run_throughput
-from geojax.bench.throughput_table import BLOCK, Point, Row, notes
+from geojax.bench.throughput_table import BLOCK, Point, Row, notes, summary
 from geojax.bicache.policy import get_policy
 from geojax.config import ConfigError
 from geojax.models.config import TransformerConfig
@@ -123,6 +125,15 @@ def test_the_notes_say_from_which_refresh_a_shared_prefix_pays():
     assert said[3] == (
         "A row costs 5.8 times as much in a step of 128 rows (dual) as in one of 1600."
     )
+
+
+def test_one_table_has_all_points():
+    points = [made(None, b, s, 6, ThroughputOptions()) for b in (1, 4) for s in (0.5, 0.9)]
+    shown = Console(width=100, file=io.StringIO())
+    shown.print(summary(points))
+    lines = shown.file.getvalue().splitlines()
+    assert sum("2.00x 0.91" in line for line in lines) == len(throughput.POLICIES)
+    assert all(line.count("2.00x 0.91") == 4 for line in lines if "2.00x" in line)
 
 
 @pytest.mark.full
