@@ -151,7 +151,7 @@ def run_throughput(options: ThroughputOptions) -> list[Point]:
             for line in notes(point):
                 console.print(line)
             points.append(point)
-    console.print("All of them: over no reuse, and of what the rows that run predict.")
+    console.print("All of them: over no reuse, and in percent of what the rows that run predict:")
     console.print(summary(points))
     console.print(f"Measured clock, {points[-1].machine}; random weights.")
     path = options.json or options.out / "throughput.json"

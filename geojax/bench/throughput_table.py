@@ -5,10 +5,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich import box
 from rich.table import Table
 
-from geojax.track.section import Target
+from geojax.track.section import Target, new_table
 
 BLOCK = 32
 """Tokens of an answer."""
@@ -72,18 +71,9 @@ class Point:
 
 def table(point: Point) -> Table:
     """Policies over no reuse."""
-    found = Table(
-        "policy",
-        "over no reuse",
-        "rounds",
-        "predicted",
-        "of it",
-        "padded",
-        "of it",
-        box=box.SIMPLE_HEAD,
-        title=f"batch {point.batch}, prefix {point.share:.0%} of {point.length} tokens",
-        title_justify="left",
-    )
+    found = new_table("policy", "over no reuse", "rounds", "predicted", "of it", "padded", "of it")
+    found.title = f"batch {point.batch}, prefix {point.share:.0%} of {point.length} tokens"
+    found.title_justify = "left"
     for r in point.rows:
         found.add_row(
             r.label,
@@ -98,12 +88,10 @@ def table(point: Point) -> Table:
 
 
 def summary(points: Sequence[Point]) -> Table:
-    """All in one: over no reuse, and of what the rows that are computed predict."""
-    found = Table("policy", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for p in points:
-        found.add_column(f"batch {p.batch}\n{p.share:.0%}", justify="right", no_wrap=True)
+    """All in one: over no reuse, and in percent of what the rows that run predict."""
+    found = new_table("policy", *(f"batch {p.batch}\n{p.share:.0%}" for p in points))
     for rows in zip(*(p.rows for p in points), strict=True):
-        cells = (f"{r.ratio:.2f}x {r.ratio / r.padded:.2f}" for r in rows)
+        cells = (f"{r.ratio:.2f} {100 * r.ratio / r.padded:.0f}" for r in rows)
         found.add_row(rows[0].label, *cells)
     return found
 
@@ -134,6 +122,7 @@ def notes(point: Point) -> list[str]:
 def plot_throughput(points: Sequence[Point], target: Target) -> None:
     """Speed over no reuse by the prefix's share, a panel for each batch."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator
 
     batches = sorted({p.batch for p in points})
     figure = Figure(figsize=(5 * len(batches) + 1.6, 4.2), dpi=150, layout="constrained")
@@ -145,6 +134,9 @@ def plot_throughput(points: Sequence[Point], target: Target) -> None:
             axes.plot([p.share for p in here], line, "o-", markersize=3.5, label=row.label)
         axes.axhline(1, color="grey", linewidth=0.8)
         axes.set(title=f"batch {batch}", xlabel="share of the prefix", yscale="log")
+        axes.yaxis.set_major_locator(LogLocator(2))
+        axes.yaxis.set_major_formatter("{x:g}x")
+        axes.yaxis.set_minor_locator(NullLocator())
     panels[0].set(ylabel="throughput over no reuse (measured)")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
     figure.savefig(target)
