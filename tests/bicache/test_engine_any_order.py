@@ -101,9 +101,11 @@ class AnyOrder(RuleBasedStateMachine):
         self.engine.check_books(self.slots)
 
 
-AnyOrder.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+@pytest.mark.runs
+class TestAFewOrders(AnyOrder.TestCase):
+    settings = settings(max_examples=3, stateful_step_count=15, deadline=None, derandomize=True)
 
 
 @pytest.mark.full
 class TestAnyOrder(AnyOrder.TestCase):
-    pass
+    settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
