@@ -63,9 +63,11 @@ class Point:
     @property
     def row_cost_ratio(self) -> float:
         """What a row of a step over the block alone takes, over one of a step over all rows, by
-        policy dual: one step over all rows, and all others over the block. The head is in both."""
+        policy dual: one step like those of `refresh`, every 1, and all others over the block. The
+        head is in both."""
         whole = self.plain_seconds / STEPS
-        block = (self.plain_seconds / self.ratio("dual", None) - whole) / (STEPS - 1)
+        first = whole / self.ratio("refresh", 1)
+        block = (self.plain_seconds / self.ratio("dual", None) - first) / (STEPS - 1)
         return block / BLOCK / (whole / self.length)
 
 

@@ -147,8 +147,8 @@ class Engine:
 
     def pin(self, job: Job, pinned: bool = True) -> None:
         """Build a job's prefix ahead of its requests and keep it, whatever else is wanted, until as
-        many calls with `pinned` False have come. The job's share says how deep, as in `admit`;
-        nothing of it is answered.
+        many calls with `pinned` False have come, or a purge. The job's share says how deep, as in
+        `admit`; nothing of it is answered.
 
         ConfigError where the job would share no prefix; NoPagesError as `admit`.
         """

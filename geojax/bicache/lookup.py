@@ -5,8 +5,8 @@ A prompt whose first pages were seen before, under the same salt, shares as many
 the second request builds the prefix, the third finds it. A stored prefix that is nearly as long is
 preferred to a new one.
 
-Invariant: nothing is remembered of a prompt but hashes of its first pages: of each salt the newest
-`most`, so that none makes another forget, of the salts that asked last.
+Invariant: nothing is remembered of a prompt but hashes of its first pages, `most` of them in all;
+where there are more, the oldest go of the salt that has most.
 """
 
 import hashlib
@@ -19,18 +19,17 @@ from jaxtyping import Int32
 from geojax.bicache.store import Store
 from geojax.config import require
 
-_SALTS = 1_024
-
 
 class Lookup:
     """Finds prefixes of prompts."""
 
     def __init__(self, store: Store, page: int, fewest: int, most: int = 65_536):
         """Prefixes of `fewest` tokens or more are shared, in whole pages where they are found
-        here; `most` hashes of each salt are remembered."""
+        here; `most` hashes are remembered."""
         require(fewest >= 1, f"the shortest prefix to share, {fewest}, must be at least 1 token")
         self._store, self._page, self._fewest, self._most = store, page, fewest, most
-        self._seen: OrderedDict[str, OrderedDict[bytes, None]] = OrderedDict()
+        self._seen: dict[bytes, OrderedDict[bytes, None]] = {}
+        self._count = 0
 
     def segments(
         self,
@@ -62,17 +61,20 @@ class Lookup:
     def _promote(self, ids: np.ndarray, salt: str) -> int:
         """Tokens of the whole pages at the beginning that were seen before."""
         digest, known = hashlib.sha256(), 0
-        again, seen = True, self._seen.setdefault(salt, OrderedDict())
-        self._seen.move_to_end(salt)
-        if len(self._seen) > _SALTS:
-            self._seen.popitem(last=False)
+        whose = hashlib.sha256(salt.encode()).digest()
+        again, seen = True, self._seen.setdefault(whose, OrderedDict())
         for end in range(self._page, len(ids) + 1, self._page):
             digest.update(ids[end - self._page : end].tobytes())
             key = digest.digest()[:16]
             again = again and key in seen
             known = end if again else known
+            self._count += key not in seen
             seen[key] = None
             seen.move_to_end(key)
-        while len(seen) > self._most:
-            seen.popitem(last=False)
+        while self._count > self._most:
+            most = max(self._seen, key=lambda s: len(self._seen[s]))
+            self._seen[most].popitem(last=False)
+            self._count -= 1
+        if not seen:
+            del self._seen[whose]
         return known

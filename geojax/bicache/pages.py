@@ -136,8 +136,10 @@ class Memory:
         self.page = sizes.page
         kv_page = kv_page_bytes(config, dtype, self.page)
         hidden_page = hidden_page_bytes(config, dtype, self.page)
-        self.kv = Pages(int(sizes.kv_bytes // kv_page))
-        self.hidden = Pages(int(sizes.hidden_bytes // hidden_page) if hidden else 2)
+        self.kv = Pages(_count("kv_bytes", sizes.kv_bytes, kv_page))
+        self.hidden = Pages(
+            _count("hidden_bytes", sizes.hidden_bytes, hidden_page) if hidden else 2
+        )
         self.quota = None if sizes.quota_bytes is None else int(sizes.quota_bytes // kv_page)
         """Key/value pages."""
         self._new = partial(make_pool, config, self.kv.count, self.hidden.count, dtype, self.page)
@@ -163,6 +165,17 @@ class Memory:
         ids = np.zeros(power_of_two(len(kv_ids)), np.int32)
         ids[: len(kv_ids)] = kv_ids
         self.pool = _cleared(self.pool, ids)
+
+
+def _count(name: str, given: float, page: int) -> int:
+    """Pages in so many bytes."""
+    count = int(given // page)
+    require(
+        count >= 2,
+        f"{name} {given:g} holds nothing: a page takes {page} bytes, and one stays empty; give "
+        f"{2 * page} or more",
+    )
+    return count
 
 
 def _whole(pool: Pool) -> bool:

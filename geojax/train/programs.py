@@ -16,14 +16,16 @@ from geojax.train.program import Program, Task
 class Programs:
     """The programs of one task on one set of devices, compiled at most once each.
 
-    The least recently used is dropped where there are more than `limit`, but none that is still
-    being compiled.
+    The least recently asked for is dropped where there are more than `limit`: by the order of
+    calls alone, so that all processes of a cluster know of the same. What is still being compiled
+    then is known of to its end.
     """
 
     def __init__(self, task: Task, devices: Sequence[jax.Device], steps: int, limit: int = 8):
         """`steps`: length of the chunks that programs are compiled for."""
         self.task, self.devices, self.steps, self._limit = task, tuple(devices), steps, limit
         self._programs: OrderedDict[Strategy, Future[Program]] = OrderedDict()
+        self._running: dict[Strategy, Future[Program]] = {}
         self._losses = Losses()
         self._lock = threading.Lock()
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
@@ -35,16 +37,14 @@ class Programs:
     def prefetch(self, strategy: Strategy) -> "Future[Program]":
         """Compile in the background, beside whatever runs; what failed is tried again."""
         with self._lock:
-            found = self._programs.get(strategy)
+            self._running = {s: f for s, f in self._running.items() if not f.done()}
+            found = self._programs.get(strategy) or self._running.get(strategy)
             if found is None or (found.done() and found.exception()):
-                found = self._compiler.submit(self._compile, strategy)
-                self._programs[strategy] = found
+                found = self._running[strategy] = self._compiler.submit(self._compile, strategy)
+            self._programs[strategy] = found
             self._programs.move_to_end(strategy)
-            extra = len(self._programs) - self._limit
-            done = [s for s, future in self._programs.items() if future.done()]
-            for old in done[: max(extra, 0)]:
-                if old != strategy:
-                    del self._programs[old]
+            while len(self._programs) > self._limit:
+                self._programs.popitem(last=False)
             return found
 
     def forget(self, strategy: Strategy) -> None:
@@ -66,7 +66,7 @@ class Programs:
     def busy(self) -> bool:
         """Whether something is being compiled."""
         with self._lock:
-            return not all(future.done() for future in self._programs.values())
+            return not all(future.done() for future in self._running.values())
 
     def close(self) -> None:
         """Drop what waits to be compiled."""

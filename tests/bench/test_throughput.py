@@ -120,10 +120,10 @@ def test_the_notes_say_from_which_refresh_a_shared_prefix_pays():
     for saved in (0.0, -0.1):
         lines = notes(replace(point, saved_seconds=saved))
         assert lines[-1] == "A refresh takes no less where the prefix is shared."
-    # A step takes 1/16 s for 4 x 400 rows; twice as fast as that in all: 1/2 s less one such step,
-    # over 15 steps of 4 x 32 rows.
+    # A step takes 1/16 s for 4 x 400 rows; twice as fast as that in all: 1/2 s less one step, which
+    # refreshing at every step makes in half the time, over 15 steps of 4 x 32 rows.
     assert said[3] == (
-        "A row costs 5.8 times as much in a step of 128 rows (dual) as in one of 1600."
+        "A row costs 6.2 times as much in a step of 128 rows (dual) as in one of 1600."
     )
 
 
@@ -149,7 +149,7 @@ def test_a_point_that_was_measured_is_kept(tmp_path, monkeypatch, capsys):
     assert run_throughput(options) == points
     # Other options measure again.
     monkeypatch.setattr(throughput, "_measure", measure)
-    (tmp_path / "batch1-share0.5-length400.json").unlink()
+    (tmp_path / "batch1-share0.5-length400-depth1.json").unlink()
     assert run_throughput(options)[1:] == points[1:]
     assert json.loads((tmp_path / "throughput.json").read_text())["points"][1]["share"] == 0.7
     assert (tmp_path / "throughput.png").stat().st_size > 5000

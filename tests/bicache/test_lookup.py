@@ -76,12 +76,13 @@ def test_borders_that_the_caller_gives_are_kept(store):
 
 
 def test_memory_is_bounded_and_the_newest_stays(store):
-    lookup = Lookup(store, PAGE, fewest=4, most=3)
+    lookup = Lookup(store, PAGE, fewest=4, most=6)
     for i in range(10):
         lookup.segments([i] * 8, "", "prefix")
-    assert len(lookup._seen[""]) == 3
+    assert sum(map(len, lookup._seen.values())) == lookup._count == 6
     assert lookup.segments([9] * 8, "", "prefix") == (8,)
     assert lookup.segments([0] * 8, "", "prefix") == ()
     for i in range(10, 20):
         lookup.segments([i] * 8, "another", "prefix")
-    assert lookup.segments([0] * 8, "", "prefix") == (8,)  # others make nobody forget
+    assert sum(map(len, lookup._seen.values())) == lookup._count == 6
+    assert lookup.segments([0] * 8, "", "prefix") == (8,)  # who asks for more has no more
