@@ -5,7 +5,8 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from importlib.metadata import packages_distributions
 from itertools import chain, takewhile
 from pathlib import Path
@@ -42,8 +43,13 @@ def _files() -> Iterator[tuple[str, ast.Module]]:
             yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
 
 
+@cache
+def _homes() -> Mapping[str, list[str]]:
+    return packages_distributions()
+
+
 def _undeclared(names: set[str], declared: set[str]) -> set[str]:
-    homes = packages_distributions()
+    homes = _homes()
     return {n for n in names if not {_plain(d) for d in homes.get(n, [n])} & declared}
 
 

@@ -290,7 +290,7 @@ def test_gradients_of_attention_are_held_to_float64():
 
 def test_a_stage_needs_few_packages():
     """A GPU's machine may have no index: of what geojax depends on, these have to be there."""
-    present = {"flax", "jax", "jaxtyping", "numpy", "optax", "rich", "scipy"}
+    present = {"flax", "jax", "jaxtyping", "ml_dtypes", "numpy", "optax", "rich", "scipy"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = [*project["dependencies"], *project["optional-dependencies"]["serve"], "datasets"]
     names = {name.split(">")[0].strip().replace("-", "_") for name in names}

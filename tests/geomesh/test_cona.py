@@ -368,6 +368,7 @@ def test_a_run_stopped_around_a_change_goes_on_as_if_it_had_not(
         assert bits(a.program.host(a.state)) == bits(b.program.host(b.state))
 
 
+@pytest.mark.runs
 def test_an_option_that_fails_is_left_out_and_no_step_is_lost(
     config, injected, trainers, tmp_path, monkeypatch
 ):

@@ -46,6 +46,7 @@ def test_records_account_for_every_step_and_a_report_reads_them(config, tmp_path
     assert "strategy" in capsys.readouterr().out
 
 
+@pytest.mark.runs
 def test_strategies_train_alike_and_dropout_is_the_same_on_all(config, tmp_path):
     """float32 sums in another order: losses of 5.5 nats differ in the sixth digit."""
     found = {}
