@@ -80,7 +80,7 @@ def test_no_registers_are_spilled_and_shared_memory_suffices():
         for case in SHAPES.values():
             compile_for_h100(attend_mosaic, *case)
         """
-    dumps = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_RESOURCES": "1"}
+    dumps = {f"MOSAIC_GPU_DUMP_{what}": "1" for what in ("PTX", "PTXAS", "RESOURCES")}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         env=os.environ | dumps,
@@ -93,6 +93,9 @@ def test_no_registers_are_spilled_and_shared_memory_suffices():
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
     shared = re.findall(r"smem_scratch_bytes=(\d+)", text)
     assert len(registers) == len(spills) == len(shared) == len(SHAPES)
+    programs = text.split(".target sm_90a")[1:]
+    assert len(programs) == len(SHAPES)
+    assert all("wgmma.mma_async" in program for program in programs)  # on tensor cores
     for name, spilled, shared_bytes in zip(SHAPES, spills, shared, strict=True):
         assert spilled == ("0", "0"), name
         # Beside the scratch, barriers of 8 bytes.
