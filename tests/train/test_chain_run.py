@@ -241,6 +241,7 @@ def test_a_run_stopped_before_its_first_step_goes_on_by_another_strategy(
     assert {r["strategy"] for r in run.rounds} == {second}
 
 
+@pytest.mark.runs
 @pytest.mark.xdist_group("one whole run")
 def test_cona_climbs_and_accounts_for_it(whole):
     switches = records(whole, "switch")

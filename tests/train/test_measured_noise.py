@@ -278,6 +278,7 @@ def test_halves_and_norms_say_the_same_under_every_strategy(noise, optimizer, te
     assert plain.noise["norms"] == pytest.approx(stats.noise["norms"], rel=TOLERANCE)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("noise", [pytest.param("plain", marks=pytest.mark.full), "preconditioned"])
 def test_equal_parts_say_the_same_under_every_strategy(noise, x64):
     _, stats = outcome(PARTS, noise)
