@@ -5,8 +5,9 @@ Every policy answers the same requests, so differences are paired. A request's p
 in a conversation, and is built as a store builds it. The bound beside a loss is one-sided, 95 %, by
 the normal approximation of the paired differences.
 
-Depths are tried one by one where reuse in all layers costs something; else only the first, and that
-of the table. Resumable: what was answered lies in the folder, a file for each cell of the table.
+Depths are tried one by one where reuse in all layers costs something; else, and without `sweep`,
+only the first, and that of the table. Resumable: what was answered lies in the folder, a file for
+each cell of the table.
 """
 
 import json

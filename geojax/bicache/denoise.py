@@ -256,7 +256,8 @@ class Denoiser:
         return self._predicting(x, seen.positions - rows.prefix[:, None]), pool, work, drift
 
     def _parts(self, params, rows: Rows, canvas, rules, seen):
-        """Forms of a step that runs the window's rows alone and reads all others; and which."""
+        """Which of some forms of a step that runs the window's rows alone and reads all others; and
+        the forms."""
         widths = [self._width(self.window_rows)]
         if self.reach == "rest":  # in the narrowest of a few widths that hold it
             while widths[-1] < self.suffix_rows:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs and chains as JSON, and back."""
+"""Configs as JSON and back, and chains from JSON."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def to_json(config: RunConfig) -> str:
 
 
 def read_config(path: Path) -> RunConfig:
-    """Read what `save_config` wrote; ConfigError where it is missing or not a config."""
+    """Read what `to_json` made, from a file; ConfigError where it is missing or not a config."""
     require_local(path.parent)
     try:
         return _ADAPTER.validate_json(path.read_bytes())

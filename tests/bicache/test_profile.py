@@ -128,6 +128,14 @@ def test_a_canvas_behind_the_prefix_brings_its_keys_nearer(params, sequences):
     assert plain.effects[-1].kl > 1e-3
 
 
+def test_a_canvas_has_as_many_masks_as_the_store_builds_with(params, sequences):
+    """Behind 12 tokens that follow, 16: not what the request will see, and the profile says so."""
+    canvas = profile_share(
+        Transformer(MODEL), params, sequences, 12, MASK, masked=(1.0,), canvas=True
+    )
+    assert canvas.effects[-1].kl > 1e-5
+
+
 def made(share, cosines, kls):
     effects = tuple(Effect(kl, kl, 1.0) for kl in kls)
     drift = tuple(0.01 * i for i in range(len(cosines)))
