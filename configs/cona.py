@@ -45,7 +45,7 @@ def cona_tiny(name: str) -> RunConfig:
 
 _BENCH = {
     "gpt-tiny": ((4, 8, 16, 24, 32, 64, 128), (1, 2, 3, 4, 8), 1024),
-    "bert-tiny": ((8, 16, 32, 56, 72, 88, 112), (1, 2, 4, 7, 8, 9, 11, 14, 16), 384),
+    "bert-tiny": ((8, 16, 32, 56, 72, 88, 112), (1, 2, 4, 7, 8, 9, 11, 14, 16), 512),
     "llama-tiny": ((4, 8, 24, 32, 48, 64, 128), (1, 2, 3, 4, 6, 8, 16), 512),
 }
 """Batches, micro-batches and timed sequence length of the experiment: chosen so that strategies of

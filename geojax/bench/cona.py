@@ -32,7 +32,6 @@ from geojax.bench.cona_methods import (
     setting,
     tune_config,
     tuned,
-    tuned_batches,
     with_decay,
 )
 from geojax.bench.cona_report import report
@@ -121,7 +120,7 @@ def plan(base: Setting, seeds: int) -> list[Part]:
 
     ladder, middle = [o.batch for o in base.options], base.options[len(base.options) // 2].batch
     return [
-        part("learning rates", [b for b in tuned_batches(base) for _ in range(3)], TUNE_SHARE, 1),
+        part("learning rates", [b for b in ladder for _ in range(3)], TUNE_SHARE, 1),
         part("a curve a batch", ladder, 1, seeds),
         part("CONA, goodput of dp, warm-up, predicted chain", [middle] * 4, 1, seeds),
         part("greedy oracle, three branches", [middle], 3, seeds),
@@ -130,7 +129,7 @@ def plan(base: Setting, seeds: int) -> list[Part]:
 
 def _tune(base: Setting, folder: Path, jobs: int, console: Console) -> Setting:
     """With the table of learning rates, from short runs of seed 0."""
-    batches = tuned_batches(base)
+    batches = [option.batch for option in base.options]
     losses: dict[int, dict[float, float]] = {batch: {} for batch in batches}
     while True:
         asked = {b: next_rates(base, b, losses[b]) for b in batches}

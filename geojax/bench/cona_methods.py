@@ -69,7 +69,7 @@ def with_decay(base: Setting, decay: Decay) -> Setting:
 
 
 def tuned(base: Setting, rates: Mapping[int, float]) -> Setting:
-    """With the best learning rates by batch, interpolated in logarithms between these."""
+    """With the best learning rates by batch."""
     assert base.config.scaling, "every config by cona scales"
     peak = base.config.train.optimizer.learning_rate
     table = tuple((batch, rates[batch] / peak) for batch in sorted(rates))
@@ -84,13 +84,6 @@ def tuned_rates(base: Setting) -> dict[int, float]:
         return {}
     rule = scaling.rate_rule()  # a table does not look at the noise
     return {o.batch: peak * rate_factor(rule, o.batch, 0.0) for o in base.options}
-
-
-def tuned_batches(base: Setting) -> list[int]:
-    """Every second batch of the ladder, both ends among them: the optimum is flat, and the table
-    interpolates."""
-    ladder = [option.batch for option in base.options]
-    return ladder[::2] if len(ladder) % 2 else [*ladder[::2], ladder[-1]]
 
 
 def tune_config(base: Setting, batch: int, rate: float) -> RunConfig:
