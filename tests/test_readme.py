@@ -2,6 +2,7 @@
 """Every geojax command in README works as it stands, in the order in which it stands."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -103,6 +104,7 @@ def test_every_command_in_readme_works(tmp_path, monkeypatch, capsys):
             continue
         done = subprocess.run(
             [sys.executable, "-m", "geojax", *command],
+            env=os.environ | {"XLA_FLAGS": ""},  # as a user's: one device, optimised
             cwd=tmp_path,
             capture_output=True,
             text=True,

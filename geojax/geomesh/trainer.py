@@ -135,7 +135,7 @@ class Trainer:
         self._groups = sharing_devices(self.workers)
         if meta:
             self._restore(meta)
-            metrics.rewind(self.position.round)
+            metrics.rewind(self.position.round, meta["slices"])
             if self._others:
                 metrics.write(
                     "slices",

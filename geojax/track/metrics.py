@@ -57,22 +57,26 @@ class MetricsWriter:
         self._file.write(_line({"kind": kind, **fields}))
         self._file.flush()
 
-    def rewind(self, round: int) -> None:
+    def rewind(self, round: int, slices: Sequence[str] | None = None) -> None:
         """Forget what came after `round`: keep the first start record and records up to `round`.
 
         Called on resume from the checkpoint of `round`, so that each round is recorded once; the
-        end is forgotten too, for a resumed run ends again. The file is replaced in one step.
+        end is forgotten too, for a resumed run ends again. `slices`: names of the checkpoint's;
+        where the run went on with others from there, and nothing of that was saved, this is
+        forgotten too. The file is replaced in one step.
         """
         records = read_records(self._path)
         start = next((r for r in records if r["kind"] == "start"), None)
+        kept = [
+            r
+            for r in records
+            if r is start or (r["kind"] != "end" and r.get("round", math.inf) <= round)
+        ]
+        changes = [i for i, r in enumerate(kept) if r["kind"] == "slices" and r["round"] == round]
+        while slices is not None and changes and kept[changes[-1]]["to"] != list(slices):
+            del kept[changes.pop()]
         self._file.close()
-        self._replace(
-            [
-                r
-                for r in records
-                if r is start or (r["kind"] != "end" and r.get("round", math.inf) <= round)
-            ]
-        )
+        self._replace(kept)
 
     def clear(self) -> None:
         """Forget everything; called by a run that starts over."""

@@ -2,6 +2,7 @@
 """Records survive whatever ends a run, and a resumed run records each round once."""
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -77,6 +78,30 @@ def test_a_rewind_keeps_only_the_first_start(path):
         metrics.write("start", seed=1)
         metrics.rewind(0)
     assert read_records(path) == [{"kind": "start", "seed": 0}]
+
+
+def test_a_rewind_forgets_changes_of_slices_that_no_checkpoint_knows_of(path):
+    """Whatever was resumed with which slices, at one round or another, saved or killed before."""
+    for seed in range(100):
+        draw = random.Random(seed)
+        path.unlink(missing_ok=True)
+        round, slices, saved = 0, ["a"], []
+        with MetricsWriter(path) as metrics:
+            for _ in range(8):
+                metrics.rewind(round, slices)
+                assert _changes(path) == saved
+                others = draw.choice([["a"], ["b"], ["a", "b"]])
+                if others != slices:
+                    metrics.write("slices", **{"round": round, "from": slices, "to": others})
+                _write_rounds(metrics, range(round + 1, round + 3))
+                if draw.random() < 0.5:
+                    if others != slices:
+                        saved = [*saved, (round, slices, others)]
+                    round, slices = round + draw.choice([0, 0, 1, 2]), others
+
+
+def _changes(path):
+    return [(r["round"], r["from"], r["to"]) for r in read_records(path) if r["kind"] == "slices"]
 
 
 def test_a_line_torn_anywhere_costs_that_line_only(path):
