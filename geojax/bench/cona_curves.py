@@ -126,6 +126,24 @@ def crossed_at(noise: Callable[[float], float], scale: float, total_samples: int
     return None
 
 
+def tokens_for_equal_loss(
+    losses: Mapping[int, float], slope: float, noise: Callable[[float], float], total_samples: int
+) -> dict[int, tuple[float, float]]:
+    """By batch: tokens to one loss, over those of the smallest batch, as measured and by the noise.
+
+    Measured: the batch ended `losses` apart after equal tokens, and e times as many lower the loss
+    by `slope`. By the noise n: a sample is worth 1 / (batch + n), averaged over the run's.
+    """
+    first = min(losses)
+    seen = np.linspace(0, total_samples, _NOISE_POINTS * 10 + 1)[1:]
+    scales = np.array([noise(s) for s in seen])
+    worth = {batch: float(np.mean(1 / (batch + scales))) for batch in losses}
+    return {
+        batch: (math.exp((loss - losses[first]) / slope), worth[first] / worth[batch])
+        for batch, loss in losses.items()
+    }
+
+
 def vertex(losses: Mapping[float, float]) -> float:
     """The learning rate of the least loss: the vertex of the parabola through the best one and its
     neighbours, in log rate; the best one where it has no neighbour on a side."""

@@ -6,7 +6,8 @@ targets, as the loss that it has at fixed shares of its time, so every time is o
 """
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -23,8 +24,9 @@ from geojax.bench.cona_curves import (
     over_oracle,
     seconds_to,
     targets,
+    tokens_for_equal_loss,
 )
-from geojax.bench.cona_methods import Setting, predicted_legs
+from geojax.bench.cona_methods import TUNE_SHARE, Setting, predicted_legs
 from geojax.config import CheckpointConfig
 from geojax.track.chain import scores
 from geojax.track.metrics import Record, read_records
@@ -83,6 +85,8 @@ class Figures:
     """By method."""
     fixed_final_perplexity: dict[str, float]
     """By batch, of the fastest strategy of each."""
+    equal_loss: dict[str, tuple[float, float]]
+    """By batch, tokens to one loss over those of the smallest batch: measured, and by the noise."""
     seconds: dict[str, float]
     """Of the whole run, by method."""
     over_oracle: list[float] | None
@@ -155,10 +159,13 @@ def outcome(base: Setting, folder: Path, seed: int) -> Outcome | None:
     if best and len(oracle) == 2:
         over = over_oracle(curves["CONA"], [*oracle, *fixed.values()], EARLY)
     stays, trials = _stays(cona)
-    early = EARLY * cona.rounds[-1]["tokens"]
+    early, whole = EARLY * cona.rounds[-1]["tokens"], base.total_samples
     batch = next((b for b, c in fixed.items() if c is best), None)
-    legs = predicted_legs(base, noise_curve(runs[batch])) if batch else []
-    whole = base.total_samples
+    noise = noise_curve(runs[batch]) if batch else None
+    legs = predicted_legs(base, noise) if noise else []
+    finals = {b: curve.losses[-1] for b, curve in fixed.items()}
+    slope = _slope(_tuned_losses(folder.parent / "tune"), finals)
+    equal = tokens_for_equal_loss(finals, slope, noise, whole) if noise and slope else {}
     planned: dict[int, float] = {}
     for leg in legs:
         planned.setdefault(leg.option.batch, leg.begin_sample / whole)
@@ -168,6 +175,7 @@ def outcome(base: Setting, folder: Path, seed: int) -> Outcome | None:
         ratios,
         {name: curve.final_perplexity for name, curve in curves.items()},
         {str(batch): curve.final_perplexity for batch, curve in fixed.items()},
+        {str(batch): pair for batch, pair in equal.items()},
         {name: curve.end for name, curve in curves.items()},
         over,
         sum(stay[0]["tokens"] > early for stay in stays[1:]),
@@ -177,6 +185,25 @@ def outcome(base: Setting, folder: Path, seed: int) -> Outcome | None:
         missing,
     )
     return Outcome(figures, cona, curves)
+
+
+def _tuned_losses(folder: Path) -> dict[int, float]:
+    """The least by batch that the search for learning rates came to; of other held-out sequences
+    than the runs compared, by TUNE_SHARE of their tokens."""
+    found: dict[int, float] = {}
+    for path in folder.glob("gb*-rate*"):
+        run, batch = _ended(path), int(path.name.removeprefix("gb").split("-")[0])
+        if run:
+            found[batch] = min(run.evals[-1]["loss"], found.get(batch, math.inf))
+    return found
+
+
+def _slope(shorter: Mapping[int, float], finals: Mapping[int, float]) -> float | None:
+    """By how much e times as many tokens lower the loss, mean over batches that both have; None
+    where there are none, or where it does not fall."""
+    falls = [shorter[b] - loss for b, loss in finals.items() if b in shorter]
+    slope = statistics.mean(falls) / math.log(1 / TUNE_SHARE) if falls else 0.0
+    return slope if slope > 0 else None
 
 
 def greedy_evals(folder: Path) -> list[dict[str, Any]] | None:

@@ -32,6 +32,8 @@ UNITS = {
     "that did not get there",
     "shares": "of CONA's time; a target is the loss that CONA has there",
     "over_oracle": "perplexity over the oracle's at the same time, less 1, at each evaluation",
+    "equal_loss": "by batch, tokens to one loss over those of the smallest batch: measured, and by "
+    "the noise",
     "switches": "to strategies that stayed, after 5 % of the tokens",
     "switch_share": "of CONA's time",
     "changes": "crossing and noise in sequences; predicted and taken as shares of the tokens",

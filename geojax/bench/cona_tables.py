@@ -151,16 +151,22 @@ def demand_table(found: Sequence[Figures]) -> Table:
 
 
 def fixed_table(found: Sequence[Figures], rates: Mapping[int, float]) -> Table:
-    """What the same tokens came to at each batch; `rates`: learning rate by batch, as tuned."""
+    """What the same tokens came to at each batch, and by how much more of them an equal loss takes
+    than at the smallest; `rates`: learning rate by batch, as tuned."""
     table = new_table()
     table.title = f"{found[0].model}: fixed batches, equal tokens"
-    for heading in ("batch", "learning rate", "final perplexity"):
+    headings = ("batch", "learning rate", "final perplexity", "tokens to equal loss", "by noise")
+    for heading in headings:
         table.add_column(heading, justify="right")
     every = {int(batch) for o in found for batch in o.fixed_final_perplexity}
     for batch in sorted(every):
         finals = [o.fixed_final_perplexity.get(str(batch)) for o in found]
         rate = f"{rates[batch]:.3g}" if batch in rates else "-"
-        table.add_row(str(batch), rate, _mean([f for f in finals if f is not None], ".2f"))
+        cells = [_mean([f for f in finals if f is not None], ".2f")]
+        pairs = [pair for o in found if (pair := o.equal_loss.get(str(batch)))]
+        if pairs:
+            cells += [_mean(each, ".2f") for each in zip(*pairs, strict=True)]
+        table.add_row(str(batch), rate, *cells)
     return table
 
 

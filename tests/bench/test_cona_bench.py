@@ -26,9 +26,11 @@ from geojax.bench.cona_curves import (
     over_oracle,
     seconds_to,
     targets,
+    tokens_for_equal_loss,
     vertex,
 )
 from geojax.bench.cona_methods import (
+    TUNE_SHARE,
     Setting,
     by_goodput,
     by_hand,
@@ -95,6 +97,17 @@ def test_the_vertex_lies_between_rates_that_were_tried():
     losses = {math.exp(x): (x + 5.3) ** 2 for x in (-6.0, -5.0, -4.0)}
     assert math.log(vertex(losses)) == pytest.approx(-5.3)
     assert vertex({1e-3: 1.0, 2e-3: 2.0}) == 1e-3
+
+
+def test_tokens_to_one_loss_are_measured_and_said_by_the_noise():
+    losses = {4: 3.0, 16: 3.1, 64: 2.9}
+    found = tokens_for_equal_loss(losses, 0.2, lambda _: 48.0, 1000)
+    assert found[4] == (1.0, 1.0)
+    assert found[16] == pytest.approx((math.exp(0.5), 64 / 52))
+    assert found[64] == pytest.approx((math.exp(-0.5), 112 / 52))
+    # Half of the run at a noise of 0, half at one without end: the second half is worth nothing.
+    halves = tokens_for_equal_loss(losses, 0.2, lambda s: 0.0 if s <= 500 else 1e12, 1000)
+    assert halves[16][1] == pytest.approx(4)
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +270,8 @@ def all_runs(base, folder):
     write_run(folder / "predicted", base, [SLOW, SLOW])
     evals = load_run(folder / "predicted").evals
     greedy_checkpoint(folder / "greedy", [dict(e, loss=e["loss"] - 0.1) for e in evals])
+    for name, penalty in (("gb4-rate0.001", 0.2), ("gb4-rate0.002", 0.9), ("gb16-rate0.002", 0.3)):
+        write_run(folder.parent / "tune" / name, base, [FAST], penalty=penalty)
 
 
 def test_an_outcome_is_what_its_runs_came_to(base, tmp_path):
@@ -285,6 +300,11 @@ def test_an_outcome_is_what_its_runs_came_to(base, tmp_path):
     assert by_batch[16].why == "it pays"
     assert by_batch[16].differs.startswith("later: CONA did not know")  # it wrote no decision down
     assert by_batch[4].differs == ""
+    # 4 ends 0.05 below 16, and e times as many tokens as the search's lower both by `slope`.
+    slope = (0.2 + 0.25) / 2 / math.log(1 / TUNE_SHARE)
+    assert found.equal_loss["4"] == (1.0, 1.0)
+    assert found.equal_loss["16"][0] == pytest.approx(math.exp(0.05 / slope))
+    assert found.equal_loss["16"][1] > 1
     worst = {d.text: d.worst([found]) for d in DEMANDS}
     assert worst["switches after 5 %"] == 1
     assert worst["share of the run spent on switching"] == 0
@@ -319,7 +339,8 @@ def test_a_report_is_of_whatever_has_ended(base, tmp_path, capsys):
     assert "missing: seed 0" not in said
     fixed = said[said.index("fixed batches") :].splitlines()
     finals = {4: load_run(tmp_path / "gpt" / "seed0" / "gb4").final_perplexity}
-    assert any(line.split() == ["4", "0.005", f"{finals[4]:.2f}"] for line in fixed)
+    row = ["4", "0.005", f"{finals[4]:.2f}", "1.00", "1.00"]
+    assert any(line.split() == row for line in fixed)
     content = figures(tmp_path / "report.json")
     assert [r["seed"] for r in content["results"]] == [0, 1]
     assert len(content["results"][0]["ratios"]["shortest iteration"]) == len(SHARES)
