@@ -30,7 +30,7 @@ from scipy.special import ndtri, stdtrit
 Source = Literal["parts", "norms", "probe"]
 
 CONFIDENCE = 0.95
-CALIBRATION_WINDOWS = 8
+CALIBRATION_WINDOWS = 3
 PRIOR_SD = math.log(1.4)
 """Of the log of (noise scale of the whole / of the norms): the factor that Gray et al. 2024 found,
 "Normalization Layer Per-Example Gradients are Sufficient to Predict Gradient Noise Scale in

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 from scipy.special import stdtrit
 
-from geojax.cona.noise import Moments, NoiseEstimate, NoiseTracker, single_step
+from geojax.cona.noise import (
+    CALIBRATION_WINDOWS,
+    Moments,
+    NoiseEstimate,
+    NoiseTracker,
+    single_step,
+)
 
 DIM = 128
 """Directions that carry noise, all alike: few enough to leave a step's S and G2 skewed."""
@@ -246,8 +252,8 @@ def test_a_proportion_from_little_data_lies_between_the_prior_and_them():
         for source, ratio in (("norms", 1), ("parts", 2)):
             s, g = pairs(20, 1.0, sd, correlation)
             tracker.update(source, 8, moments(ratio * s, g))
-        for _ in range(20):
-            tracker.update("norms", 8, constant(100, 50.0))
+        for _ in range(2 * CALIBRATION_WINDOWS):  # as long as the pair is remembered, twice
+            tracker.update("norms", 8, constant(125, 50.0))
         values.append(tracker.estimate().value)
         assert tracker.estimate().source == "norms, calibrated"
     assert values == sorted(values, reverse=True)
