@@ -91,8 +91,8 @@ _BYTES = (
 )
 _CURVES = "small models trained for real (docs/cona.md); times modelled, of the published models"
 _ORACLE = (
-    "the oracle looks at the very held-out loss that is reported, and ahead: larger batches spend "
-    "tokens faster and are further down the schedule at the same time (docs/cona.md)"
+    "the oracle is the best run in hindsight: of a greedy one that looks at the very held-out loss "
+    "that is reported, the predicted chain and all fixed strategies (docs/cona.md)"
 )
 _RANDOM = (
     "a small model of random weights on a CPU (docs/bicache.md), not LLaDA-8B on a B200; that the "

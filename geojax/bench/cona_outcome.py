@@ -20,6 +20,7 @@ from geojax.bench.cona_curves import (
     fixed_curve,
     from_evals,
     hindsight,
+    loss_at,
     noise_curve,
     over_oracle,
     seconds_to,
@@ -89,8 +90,13 @@ class Figures:
     """By batch, tokens to one loss over those of the smallest batch: measured, and by the noise."""
     seconds: dict[str, float]
     """Of the whole run, by method."""
-    over_oracle: list[float] | None
-    """Perplexity over the oracle's, less 1, at each evaluation; None: no oracle yet."""
+    oracle: str
+    """Of the greedy run, the predicted chain and all fixed strategies the run with the lowest loss
+    when CONA's ends; empty while one of them is missing."""
+    over_oracle: list[float]
+    """Perplexity over the oracle's, less 1, at each evaluation after EARLY."""
+    over_all: list[float]
+    """And over the lowest that any of those runs has at that moment."""
     switches: int
     """After EARLY of the tokens, to strategies that stayed."""
     trials: int
@@ -154,10 +160,11 @@ def outcome(base: Setting, folder: Path, seed: int) -> Outcome | None:
             _ratios(first or best, curves["CONA"], [goal])[0]
             for first, goal in zip(firsts, goals, strict=True)
         ]
-    oracle = [curves[n] for n in ("greedy oracle", "predicted") if n in curves]
-    over = None
-    if best and len(oracle) == 2:
-        over = over_oracle(curves["CONA"], [*oracle, *fixed.values()], EARLY)
+    own, oracle = curves["CONA"], None
+    others = [curves[n] for n in ("greedy oracle", "predicted") if n in curves]
+    if best and len(others) == 2:
+        others = [*others, *fixed.values()]
+        oracle = min(others, key=lambda c: loss_at(c, own.end))
     stays, trials = _stays(cona)
     early, whole = EARLY * cona.rounds[-1]["tokens"], base.total_samples
     batch = next((b for b, c in fixed.items() if c is best), None)
@@ -177,7 +184,9 @@ def outcome(base: Setting, folder: Path, seed: int) -> Outcome | None:
         {str(batch): curve.final_perplexity for batch, curve in fixed.items()},
         {str(batch): pair for batch, pair in equal.items()},
         {name: curve.end for name, curve in curves.items()},
-        over,
+        oracle.name if oracle else "",
+        over_oracle(own, [oracle], EARLY) if oracle else [],
+        over_oracle(own, others, EARLY) if oracle else [],
         sum(stay[0]["tokens"] > early for stay in stays[1:]),
         trials,
         sum(r["switch_seconds"] for r in (*cona.switches, *cona.refused)) / cona.seconds,

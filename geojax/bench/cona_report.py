@@ -31,7 +31,10 @@ UNITS = {
     "ratios": "time to the target over CONA's, for each of shares; reached false: of a whole run "
     "that did not get there",
     "shares": "of CONA's time; a target is the loss that CONA has there",
+    "oracle": "of the greedy run, the predicted chain and all fixed strategies the one with the "
+    "lowest loss when CONA's run ends",
     "over_oracle": "perplexity over the oracle's at the same time, less 1, at each evaluation",
+    "over_all": "over the lowest of all those runs at that moment",
     "equal_loss": "by batch, tokens to one loss over those of the smallest batch: measured, and by "
     "the noise",
     "switches": "to strategies that stayed, after 5 % of the tokens",

@@ -91,7 +91,14 @@ DEMANDS = (
     ),
     Demand(
         "perplexity over the oracle's, any time after 5 %",
-        lambda o: max(o.over_oracle) if o.over_oracle else None,
+        lambda o: max(o.over_oracle, default=None),
+        MOST_OVER_ORACLE,
+        False,
+        format_share,
+    ),
+    Demand(
+        "perplexity over the best of all at that moment, any time after 5 %",
+        lambda o: max(o.over_all, default=None),
         MOST_OVER_ORACLE,
         False,
         format_share,
