@@ -153,9 +153,9 @@ def by_hand(base: Setting, seed: int) -> RunConfig:
 
 def predicted_legs(base: Setting, noise: Callable[[float], float]) -> list[Leg]:
     """The chain that would have been predicted, had the noise been known by samples."""
-    return predict_chain(
-        base.options, noise, base.total_samples, None, base.config.clock.switch_seconds
-    )
+    assert base.config.scaling, "every config by cona scales"
+    rule, switch_seconds = base.config.scaling.rate_rule(), base.config.clock.switch_seconds
+    return predict_chain(base.options, noise, base.total_samples, rule, switch_seconds)
 
 
 def by_prediction(base: Setting, legs: Sequence[Leg], seed: int) -> RunConfig:

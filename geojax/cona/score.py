@@ -74,12 +74,19 @@ def worth(batch: int, noise: float, rule: RateRule | None = None) -> float:
     """Progress of a step in noise-free steps under a learning-rate rule, from 0 to 1.
 
     The config's rate counts as the best one for base_batch at the present noise. Adascale then is
-    at the optimum at every batch (`rate_factor` says why), and so, as tuned, is a table; no rule
-    means the same. Linear and sqrt fall short of it, down to 0 where the rule would diverge.
+    at the optimum at every batch (`rate_factor` says why); no rule means the same. Linear and sqrt
+    fall short of it, down to 0 where the rule would diverge. A table is at the optimum, as tuned,
+    but where it falls: the optimum never does, so what keeps a batch's rate below a smaller one's
+    is something else than noise, and its steps fall short by that much at least.
     """
     check_step(batch, noise)
-    if rule is None or rule.kind in ("adascale", "table") or math.isinf(noise):
-        return batch / (batch + noise)
+    at_best = batch / (batch + noise)
+    if rule is None or rule.kind == "adascale" or math.isinf(noise):
+        return at_best
+    if rule.kind == "table":
+        own = rate_factor(rule, batch, noise)
+        share = own / max([own, *(factor for smaller, factor in rule.table if smaller < batch)])
+        return share * (2 - share) * at_best  # of `progress`, at that share of the best rate
     rate = rate_factor(rule, batch, noise) / (1 + noise / rule.base_batch)
     return max(0.0, progress(rate, batch, noise))
 

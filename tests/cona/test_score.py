@@ -44,6 +44,7 @@ RATES = [
     RateRule("sqrt", BASE),
     RateRule("adascale", BASE),
     RateRule("table", BASE, table=((16, 0.7), (128, 2.0))),
+    RateRule("table", BASE, table=((4, 1.0), (16, 0.7))),
 ]
 batches = st.integers(1, 2**14)
 noises = st.floats(0, 1e6)
@@ -78,6 +79,14 @@ def test_adascale_and_tables_are_at_the_optimum_of_every_batch(batch, noise):
     assert progress(rate, batch, noise) == pytest.approx(worth(batch, noise), rel=1e-12)
     for tuned in (rule, RateRule("table", BASE, table=((16, 0.7), (128, 2.0)))):
         assert worth(batch, noise, tuned) == worth(batch, noise)
+
+
+@given(noise=noises)
+def test_where_a_table_falls_a_step_is_worth_what_its_rate_is(noise):
+    falling = RateRule("table", BASE, table=((8, 1.0), (32, 2.0), (128, 1.0)))
+    for batch, share in ((4, 1.0), (8, 1.0), (20, 1.0), (32, 1.0), (64, 0.5**0.5), (999, 0.5)):
+        expected = share * (2 - share) * worth(batch, noise)
+        assert worth(batch, noise, falling) == pytest.approx(expected, rel=1e-9)
 
 
 @given(st.floats(1, 1e4))
