@@ -118,6 +118,12 @@ class Store:
     def hidden_pages(self) -> int:
         return sum(entry.hidden.size for entry in self._entries.values())
 
+    @property
+    def idle_pages(self) -> int:
+        """Key/value pages that may go, whoever wants them."""
+        with self._lock:
+            return sum(entry.kv.size for entry in self._idle(None))
+
     def keys(self, segments: Segments, salt: str, builder: str) -> list[bytes]:
         """The key of each segment of a prefix. `builder` names all that a build follows from
         beside the tokens."""
@@ -260,14 +266,14 @@ class Store:
                 )
             raise NoPagesError(f"{message}; wait for requests to end, or raise the pool's bytes")
 
-    def _idle(self, salt: str) -> list[Entry]:
+    def _idle(self, salt: str | None) -> list[Entry]:
         """What may go for the sake of `salt`, sooner or later: what neither a user nor a pin keeps,
-        and under quotas no other tenant's."""
+        and under quotas no other tenant's; None: for whosever."""
         kept: set[bytes] = set()
         for entry in self._entries.values():
             if entry.users or entry.pins or not entry.ready.is_set():
                 kept |= {e.key for e in entry.chain()}
-        mine = [e for e in self._entries.values() if not self.quota or e.salt == salt]
+        mine = [e for e in self._entries.values() if not self.quota or salt in (None, e.salt)]
         return [e for e in mine if e.key not in kept]
 
     def _evict_oldest(self, salt: str) -> None:

@@ -94,9 +94,7 @@ def make_app(
 
     @app.get("/v1/models/{name:path}", responses=_ERRORS)
     async def model(name: str) -> dict[str, Any]:
-        if name != service.name:
-            message = f"no model is named {name!r} here; use {service.name!r}"
-            raise ApiError(404, message, "model_not_found", "model")
+        service.check_name(name)
         return _model()
 
     @app.get("/health", responses=_ERRORS)

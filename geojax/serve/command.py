@@ -24,7 +24,7 @@ from geojax.diffusion.load import DTYPES, Model, load
 from geojax.serve.app import make_app
 from geojax.serve.loop import EngineLoop
 from geojax.serve.metrics import Metrics
-from geojax.serve.options import ServeOptions, check, is_loopback
+from geojax.serve.options import ServeOptions, check, names_only
 from geojax.serve.prompts import Prompts
 from geojax.serve.server import Server, listen
 from geojax.serve.service import Service
@@ -51,8 +51,7 @@ def run_serve(options: ServeOptions) -> None:
     engine, metrics = make_engine(model, options), Metrics(name)
     loop = EngineLoop(engine, options.pace, metrics)
     service = Service(name, Prompts(model), loop, options.limits, metrics)
-    local = is_loopback(options.host) and options.keys is None
-    app = make_app(service, tenants, options.stuck_seconds, local)
+    app = make_app(service, tenants, options.stuck_seconds, names_only(options))
     socket_ = listen(options.host, options.port, options.limits.stall_seconds)
     _log_to_stderr()
     say = partial(console.print, soft_wrap=True)

@@ -45,6 +45,8 @@ class ApiError(Exception):
             found["Retry-After"] = str(max(1, round(self.retry_seconds)))
         if self.status == 401:
             found["WWW-Authenticate"] = "Bearer"
+        if self.status == 504:  # the same again would take as long; OpenAI's client heeds this
+            found["x-should-retry"] = "false"
         return found
 
 

@@ -116,7 +116,9 @@ class Exchange:
         )
 
     def _chunk_of(self, choices: list[Any]) -> dict[str, Any]:
-        return self._envelope("chat.completion.chunk", choices)
+        options = self.body.stream_options  # all chunks have a usage where the last one has
+        empty = {"usage": None} if options and options.include_usage else {}
+        return self._envelope("chat.completion.chunk", choices) | empty
 
     def _choice(self, choice: Choice, text: dict[str, Any]) -> dict[str, Any]:
         engine = self.service.loop.engine

@@ -108,10 +108,15 @@ class _Engine(Collector):
 
     def collect(self) -> Iterable[Metric]:
         loop, engine = self._loop, self._loop.engine
-        counts, used = engine.store.counts, engine.kv.taken / max(engine.kv.count - 1, 1)
+        counts, taken = engine.store.counts, engine.kv.taken - engine.store.idle_pages
+        used = taken / max(engine.kv.count - 1, 1)
         yield self._gauge("vllm:num_requests_running", "Answers in rows.", loop.running)
         yield self._gauge("vllm:num_requests_waiting", "Answers that wait.", len(loop.waiting))
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of key/value pages in use.", used)
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc",
+            "Share of key/value pages in use; idle prefixes are free.",
+            used,
+        )
         yield self._gauge("geojax_prefixes", "Stored segments.", len(engine.store))
         yield self._count("geojax_guard_events", "Requests that stopped sharing.", engine.retreats)
         yield self._count("geojax_built_tokens", "Tokens of segments built.", counts.built_rows)

@@ -93,10 +93,10 @@ class ServeOptions:
     warm: bool = True
     """Compile before the first request what requests within the next two sizes need; others are
     compiled when they come."""
-    warm_prefix: int = 256
+    warm_prefix: int = 128
     """Tokens of a prefix."""
-    warm_suffix: int = 128
-    """Tokens after it."""
+    warm_suffix: int = 192
+    """Tokens after it, those of the answer among them."""
     drain_seconds: float = 60.0
     """After SIGTERM, for requests that were accepted."""
     stuck_seconds: float = 300.0
@@ -129,6 +129,12 @@ def check(options: ServeOptions) -> None:
         f"host {options.host!r} can be reached from other machines, and no key is asked for; give "
         "--keys FILE, or --open where something in front checks who asks",
     )
+
+
+def names_only(options: ServeOptions) -> bool:
+    """Whether requests must name this machine as their host, since nothing else keeps the pages of
+    other sites from asking through a browser here."""
+    return is_loopback(options.host) and options.keys is None and not options.open
 
 
 def is_loopback(host: str) -> bool:

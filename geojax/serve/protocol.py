@@ -43,6 +43,7 @@ _Prompt = Annotated[
     ],
     _must("a text, a list of 1 to 128 texts, ids of tokens, or a list of 1 to 128 lists of ids"),
 ]
+_Nothing = Annotated[list[Any], Field(max_length=0)] | None
 
 
 class _Strict(BaseModel):
@@ -54,6 +55,7 @@ class StreamOptions(_Strict):
     """A last chunk with the usage and no choice."""
     include_obfuscation: bool = False
     """Ignored."""
+    continuous_usage_stats: Literal[False] | None = None
     include_snapshots: bool = False
     """Also after each step or two the whole canvas, as `geojax.snapshot` of a chunk whose text is
     empty."""
@@ -74,10 +76,10 @@ class _Ask(_Strict):
     """Texts that end an answer, and are no part of it."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     """End-of-text does not end an answer."""
-    priority: int = Field(default=0, ge=-10, le=10)
-    """Lower ones first, among requests of the same key."""
+    priority: int | None = Field(default=None, ge=-10, le=10)
+    """Lower ones first, among requests of the same key; unset: 0."""
 
     # Of diffusion.
     steps: int | None = Field(default=None, ge=1, le=2**20)
@@ -90,7 +92,7 @@ class _Ask(_Strict):
     """Policy threshold, which it implies."""
     canvas: int | None = Field(default=None, ge=1, le=2**20)
     """Masks at once; a longer answer grows by so many."""
-    exact: bool = False
+    exact: bool | None = None
     """Nothing is reused for it."""
     deadline_seconds: float | None = Field(default=None, gt=0)
     """Until its end; the server's own limit holds as well."""
@@ -164,6 +166,13 @@ class Message(_Strict):
     name: str | None = None
     """Ignored."""
 
+    # What an answer's message has beside its content, as clients send it back.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: _Nothing = None
+    tool_calls: _Nothing = None
+
     def plain(self) -> dict[str, str]:
         """As chat templates read it."""
         parts = self.content
@@ -181,7 +190,10 @@ class ChatRequest(_Ask):
     prefix_messages: int | None = Field(default=None, ge=0, le=256)
     """Messages from the first on that other requests share; unset: all before the last of the
     user's."""
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tools: _Nothing = None
+    parallel_tool_calls: bool | None = None
+    """Ignored: there are none."""
+    modalities: list[Literal["text"]] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     response_format: dict[Literal["type"], Literal["text"]] | None = None
     logprobs: Literal[False] | None = None

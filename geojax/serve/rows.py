@@ -6,9 +6,10 @@ not free now is passed by others for a while, and then by nobody. Used by the en
 apart from what takes `lock`.
 """
 
+import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Int32
@@ -23,6 +24,10 @@ from geojax.serve.prefix import segments_of
 from geojax.serve.quantum import Quantum
 from geojax.serve.ticket import Ticket, View
 from geojax.serve.waiting import Waiting
+
+log = logging.getLogger("geojax.serve")
+_MOST_FAILURES = 3
+"""Calls of the engine in a row, after which nothing more is expected of it."""
 
 
 class Rows:
@@ -43,6 +48,8 @@ class Rows:
         self._waiting, self._lock = waiting, lock
         self._running: dict[Ticket, Slot] = {}
         self._growing: list[Ticket] = []
+        self._failures = 0
+        """Calls of the engine that failed, since one that did not."""
         self._quantum = Quantum(pace.quantum_seconds, max(engine.policy.every, 16))
 
     def __len__(self) -> int:
@@ -101,6 +108,12 @@ class Rows:
                 self._take_away(ticket)
                 ticket.end(error=ApiError(400, str(error)))
                 continue
+            except Exception:
+                if self._lost():
+                    raise
+                self._take_away(ticket)
+                self._tell([ticket])
+                continue
             ticket.blocked = None
             with self._lock:
                 if ticket in self._growing:
@@ -130,19 +143,21 @@ class Rows:
             )
         built = engine.store.counts.built_rows
         try:
-            slot = engine.admit(ticket.job(engine.sampler.mask_id))
-        except (ConfigError, NoPagesError) as error:
-            fatal = isinstance(error, ConfigError | CrowdedError) or alone
-            if not (fatal and ticket.segments):
-                raise
-            ticket.segments = ()
-            slot = engine.admit(ticket.job(engine.sampler.mask_id))
+            try:
+                slot = engine.admit(ticket.job(engine.sampler.mask_id))
+            except (ConfigError, NoPagesError) as error:
+                fatal = isinstance(error, ConfigError | CrowdedError) or alone
+                if not (fatal and ticket.segments):
+                    raise
+                ticket.segments = ()
+                slot = engine.admit(ticket.job(engine.sampler.mask_id))
+        finally:
+            ticket.built += engine.store.counts.built_rows - built
         if ticket.admitted is None:
             shared = sum(entry.rows for entry in slot.chain)
-            ticket.cached = shared - (engine.store.counts.built_rows - built)
+            ticket.cached = max(shared - ticket.built, 0)
             ticket.admitted = time.monotonic()
             self.metrics.on_admitted(ticket)
-        ticket.depth = slot.depth if slot.chain else 0
         return slot
 
     def run(self) -> None:
@@ -156,16 +171,38 @@ class Rows:
         before = [int(slot.canvas.steps[0]) for slot in slots]
         began = time.monotonic()
         steps = self._quantum.steps(shape, any(t.ask.watched for t in tickets))
-        self.engine.run(slots, steps)
+        try:
+            self.engine.run(slots, steps)
+        except Exception:
+            if self._lost():
+                raise
+            for ticket in tickets:
+                self.leave(ticket)
+            self._tell(tickets)
+            return
+        self._failures = 0
         took = [int(s.canvas.steps[0]) - b for s, b in zip(slots, before, strict=True)]
         self._quantum.learn(shape, max(took), time.monotonic() - began)
         self.metrics.on_quantum(sum(took), time.monotonic() - began)
         for ticket, slot in zip(tickets, slots, strict=True):
             self._show(ticket, slot)
 
+    def _lost(self) -> bool:
+        """A call of the engine ended in an error, as where the device's memory is too small for one
+        size; whether that is so of all calls of late."""
+        self._failures += 1
+        return self._failures >= _MOST_FAILURES
+
+    def _tell(self, tickets: Sequence[Ticket]) -> None:
+        """Of an error in a call for them alone; others go on."""
+        log.exception("a call of the engine failed; who was in it is told")
+        for ticket in tickets:
+            ticket.end(error=ApiError(500, "the engine could not compute this answer", "failed"))
+
     def _show(self, ticket: Ticket, slot: Slot) -> None:
         """What is certain now; a slot that is done leaves."""
         old, steps = ticket.view, ticket.steps + int(slot.canvas.steps[0])
+        ticket.depth = slot.depth if slot.chain else 0
         if slot.broken:
             self.leave(ticket)
             message = "the model's logits are not finite; this answer cannot be given"

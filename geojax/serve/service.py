@@ -41,11 +41,7 @@ class Service:
 
     async def open(self, body: CompletionRequest | ChatRequest, tenant: Tenant) -> Exchange:
         """The request's tickets, accepted; ApiError or ConfigError where they are not."""
-        need(
-            body.model in (None, self.name),
-            f"no model is named {body.model!r} here; use {self.name!r}",
-            "model",
-        )
+        self.check_name(body.model)
         self._check(body)
         started = time.monotonic()
         self.loop.arriving += 1
@@ -53,6 +49,12 @@ class Service:
             return await self._open(body, tenant, started)
         finally:
             self.loop.arriving -= 1
+
+    def check_name(self, name: str | None) -> None:
+        """ApiError where it is another model's."""
+        if name not in (None, self.name):
+            message = f"no model is named {name!r} here; use {self.name!r}"
+            raise ApiError(404, message, "model_not_found", "model")
 
     def _check(self, body: CompletionRequest | ChatRequest) -> None:
         """What needs no tokens: how many answers, and fields that would have no effect."""
@@ -172,8 +174,8 @@ class Service:
             suffix,
             not body.ignore_eos,
             prompt.ends,
-            body.exact,
-            body.priority,
+            bool(body.exact),
+            body.priority or 0,
             bool(body.stream and body.stream_options and body.stream_options.include_snapshots),
         )
 

@@ -82,6 +82,8 @@ class Ticket:
     """Since when memory is too small for it."""
     segments: tuple[int, ...] | None = None
     """Of its prefix, once it was admitted."""
+    built: int = 0
+    """Tokens of prefixes that were built for it, also where it was not admitted then."""
     cached: int = 0
     """Tokens of its prefix that were stored before it came."""
     steps: int = 0
@@ -142,5 +144,9 @@ class Ticket:
 
     @property
     def _steps(self) -> int:
-        """Of its next canvas; 0: one for each mask."""
-        return -(-self.ask.sampling.steps * self._size // self.ask.tokens)
+        """Of its next canvas; 0: one for each mask. Up to the end of each canvas the answer has had
+        its share of them, rounded down, and each has one at least."""
+        steps, tokens = self.ask.sampling.steps, self.ask.tokens
+        begin = len(self.view.tokens)
+        share = steps * (begin + self._size) // tokens - steps * begin // tokens
+        return max(share, 1) if steps else 0

@@ -2,6 +2,7 @@
 """What clients send and get, on an engine that answers at once."""
 
 import json
+from dataclasses import replace
 
 import httpx2
 import openai
@@ -67,6 +68,53 @@ def test_openais_client_chats_and_streams(client):
     assert chunks[0].choices[0].delta.role == "assistant"
 
 
+def test_every_chunk_has_a_usage_where_the_last_one_has(quick):
+    for options in ({"include_usage": True}, {}):
+        chunks = events(quick.post(ask(stream=True, stream_options=options)))
+        assert {"usage" in chunk for chunk in chunks} == {bool(options)}
+
+
+@pytest.mark.parametrize("as_sent", [lambda m: m, lambda m: m.model_dump()])
+def test_what_was_answered_is_sent_back_as_it_came(client, as_sent):
+    """The usual loop of a conversation."""
+    messages = []
+    for turn in range(3):
+        messages.append({"role": "user", "content": f"Turn {turn}"})
+        found = client.chat.completions.create(model="tiny", messages=messages, max_tokens=5)
+        messages.append(as_sent(found.choices[0].message))
+
+
+NEUTRAL = {
+    "top_p": 1,
+    "stop": None,
+    "ignore_eos": None,
+    "exact": None,
+    "priority": None,
+    "parallel_tool_calls": True,
+    "modalities": ["text"],
+    "tools": [],
+    "stream": True,
+    "stream_options": {"continuous_usage_stats": False},
+}
+
+
+def test_what_asks_for_nothing_is_accepted(quick):
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, **NEUTRAL}
+    assert quick.post(body, "/v1/chat/completions").status_code == 200
+
+
+def test_the_models_context_is_a_limit(model):
+    with running(replace(model, config=replace(model.config, context=32)), QuickEngine(model)) as s:
+        found = s.post(ask(prompt="x" * 20, max_tokens=13))
+        assert (found.status_code, found.json()["error"]["code"]) == (
+            400,
+            "context_length_exceeded",
+        )
+        assert s.post(ask(prompt="x" * 20)).json()["usage"]["completion_tokens"] == 12
+        unsaid = s.post(ask(prompt="x" * 20, max_tokens=None)).json()
+        assert unsaid["usage"]["completion_tokens"] == 12
+
+
 def test_models_are_listed(client):
     assert [m.id for m in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny") == next(iter(client.models.list()))
@@ -77,9 +125,9 @@ def test_models_are_listed(client):
 
 
 def test_openais_client_reads_errors(client):
-    with pytest.raises(openai.BadRequestError, match="no model is named 'huge'") as caught:
+    with pytest.raises(openai.NotFoundError, match="no model is named 'huge'") as caught:
         client.completions.create(**ask(model="huge"))
-    assert caught.value.param == "model"
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="tiny", input="a")
 
@@ -142,10 +190,12 @@ def test_longer_answers_grow_canvas_by_canvas(model):
     assert shown[-1]["text"] == said
 
 
-def test_steps_are_of_the_whole_answer(quick):
-    found = quick.post(ask(max_tokens=32, canvas=8, steps=8)).json()
-    assert found["choices"][0]["geojax"]["steps"] == 8
-    assert found["choices"][0]["text"] == letters(4, 32)
+@pytest.mark.parametrize(("tokens", "steps"), [(32, 8), (30, 8), (31, 31), (30, 4), (29, 17)])
+def test_steps_are_of_the_whole_answer(quick, tokens, steps):
+    """Whatever canvases it is divided into."""
+    found = quick.post(ask(max_tokens=tokens, canvas=8, steps=steps)).json()
+    assert found["choices"][0]["geojax"]["steps"] == steps
+    assert found["choices"][0]["text"] == letters(4, tokens)
 
 
 @pytest.mark.parametrize("change", [{"steps": 1}, {"block_length": 5}, {"block_length": 0}])

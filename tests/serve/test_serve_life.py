@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tiny_serve import CONFIG, PAGE, QuickEngine, letters, running, wait_until
 
+from geojax.bicache.depth import Guard
 from geojax.bicache.pages import QuotaError, kv_page_bytes
 from geojax.bicache.policy import get_policy
 from geojax.cli import main
@@ -313,6 +314,108 @@ def test_who_finds_no_memory_that_could_come_free_is_told(model, tmp_path):
         engine.check_books()
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_prefix_that_was_built_in_vain_is_no_hit_and_no_death(model, tmp_path, marked):
+    """It is built, and then memory is short for the request itself, which goes on without."""
+    keys = tmp_path / "keys"
+    keys.write_text("alice alice-0123456789abcdef\nbob bob-0123456789abcdef\n")
+    per = kv_page_bytes(CONFIG, np.float32, PAGE)
+    engine = QuickEngine(model, kv_bytes=15 * per, quota_bytes=(11.5 if marked else 12.5) * per)
+    with running(model, engine, keys=keys) as live:
+
+        def one(name, text):
+            mark = {"prefix_tokens": len(text)} if marked else {}
+            headers = {"Authorization": f"Bearer {name}-0123456789abcdef"}
+            return live.post(ask(prompt=text, **mark), headers=headers)
+
+        sizes = (48, 48, 48, 16) if marked else (48, 48, 48, 16, 32)
+        for letter, size in zip("abcde", sizes, strict=False):
+            assert one("alice", letter * size).status_code == 200
+        for size in (48, 32, 16):
+            found = one("bob", "z" * size)
+            assert found.status_code == 200
+            assert found.json()["usage"]["prompt_tokens_details"]["cached_tokens"] <= size
+        assert one("bob", "y" * 48).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert live.get("/health").status_code == 200
+        engine.check_books()
+
+
+def test_a_prefix_of_ones_own_earlier_attempt_is_no_hit(model):
+    per = kv_page_bytes(CONFIG, np.float32, PAGE)
+    engine = slow_engine(model, 0.01, kv_bytes=11 * per, quota_bytes=20 * per)
+    with running(model, engine) as live, ThreadPoolExecutor(2) as pool:
+
+        def one(letter, tokens):
+            return live.post(ask(prompt=letter * 48, prefix_tokens=48, max_tokens=tokens)).json()
+
+        first = pool.submit(one, "a", 60)
+        wait_until(lambda: live.loop.running == 1)
+        second = one("b", 4)
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert first.result()["choices"][0]["text"] == letters(48, 60)
+        assert live.metric("vllm:prefix_cache_hits_total") == 0
+
+
+def test_layers_that_are_shared_no_more_are_not_told_as_shared(model):
+    """The guard saw it drift."""
+    engine = QuickEngine(model, quota_bytes=1e5)
+    engine.guard, run = Guard(((1, 0.1),)), engine.run
+
+    def drifting(slots, steps=None):
+        for slot in slots:
+            if slot.chain:
+                engine._retreat(slot)
+        run(slots, steps)
+
+    with running(model, engine) as live:
+        found = live.post(ask(prompt="x" * 48, prefix_tokens=48)).json()["choices"][0]["geojax"]
+        assert found["depth"] == 1
+        engine.run = drifting
+        found = live.post(ask(prompt="x" * 48, prefix_tokens=48)).json()["choices"][0]["geojax"]
+        assert (found["depth"], found["cached_tokens"]) == (0, 48)
+        assert live.metric("geojax_guard_events_total") == 1
+        assert live.metric("geojax_shared_layers_total") == 1
+        engine.check_books()
+
+
+def test_priorities_go_before_within_a_tenant(model):
+    with (
+        running(model, slow_engine(model), pace=Pace(rows=1)) as live,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        ended = []
+
+        def one(priority):
+            assert live.post(ask(max_tokens=4, priority=priority)).status_code == 200
+            ended.append(priority)
+
+        first = pool.submit(live.post, ask(max_tokens=60))
+        wait_until(lambda: live.loop.running == 1)
+        asked = []
+        for number, priority in enumerate((5, 0, -5), 1):
+            asked.append(pool.submit(one, priority))
+            wait_until(lambda n=number: len(live.loop.waiting) == n)
+        for task in (first, *asked):
+            task.result()
+        assert ended == [-5, 0, 5]
+
+
+def test_the_servers_own_time_limit_holds(model):
+    limits = Limits(request_seconds=0.2)
+    with running(model, slow_engine(model), limits=limits) as live:
+        found = live.post(ask(max_tokens=500))
+        assert (found.status_code, found.headers["x-should-retry"]) == (504, "false")
+
+
+def test_stored_prefixes_that_nobody_uses_are_no_load(model):
+    engine = QuickEngine(model, quota_bytes=1e5)
+    with running(model, engine) as live:
+        assert live.post(ask(prompt="x" * 48, prefix_tokens=48)).status_code == 200
+        assert live.metric("geojax_prefixes") == 1
+        assert engine.kv.taken > 0
+        assert live.metric("vllm:kv_cache_usage_perc") == 0
+
+
 def test_stopping_answers_what_was_accepted_and_refuses_the_rest(model):
     """What waits for a row, too."""
     with (
@@ -370,13 +473,50 @@ def test_an_engine_that_dies_fails_health_and_hangs_nobody(model, caplog):
         wait_until(lambda: live.loop.running == 1 and len(live.loop.waiting) == 2)
         assert live.get("/health").status_code == 200
         engine.fails = True
-        for one in asked:
-            assert one.result().status_code == 503
-            assert one.result().json()["error"]["code"] == "engine_dead"
-        assert "engine_dead" in streamed.result().text
+        said = [one.result().json()["error"]["code"] for one in asked]
+        said.append("engine_dead" if "engine_dead" in streamed.result().text else "failed")
+        assert sorted(said) == ["engine_dead", "failed", "failed"]  # the third time in a row
         assert live.get("/health").status_code == 503
         assert live.post(ask()).status_code == 503
         assert "the device is lost" in caplog.text
+
+
+def test_a_request_that_the_device_cannot_compute_is_its_own_error(model, caplog):
+    """However many there are, if others go through between them."""
+    engine, run = QuickEngine(model), QuickEngine.run
+
+    def fragile(slots, steps=None):
+        if any(len(slot.job.request.tokens) > 100 for slot in slots):
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        run(engine, slots, steps)
+
+    engine.run = fragile
+    with running(model, engine) as live:
+        for _ in range(4):
+            large = live.post(ask(prompt="x" * 200))
+            assert (large.status_code, large.json()["error"]["code"]) == (500, "failed")
+            assert live.post(ask()).json()["choices"][0]["text"] == letters(4, 20)
+        assert live.get("/health").status_code == 200
+        engine.check_books()
+        assert engine.kv.taken == 0
+        assert "out of memory" in caplog.text
+        assert live.metric("vllm:request_success_total", finished_reason="error") == 4
+
+
+def test_a_prefix_that_cannot_be_built_is_its_requests_own_error(model):
+    engine = QuickEngine(model, quota_bytes=1e5)
+
+    def fails(masks, entry):
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    fills, engine._builds._fill = engine._builds._fill, fails
+    with running(model, engine) as live:
+        found = live.post(ask(prompt="x" * 48))
+        assert (found.status_code, found.json()["error"]["code"]) == (500, "failed")
+        assert live.post(ask()).status_code == 200
+        engine._builds._fill = fills
+        assert live.post(ask(prompt="x" * 48)).status_code == 200
+        engine.check_books()
 
 
 def test_a_call_of_the_engine_that_hangs_fails_health(model):

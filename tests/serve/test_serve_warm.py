@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from geojax.bicache.depth import Depths, Guard
-from geojax.bicache.engine import Engine, Sizes
+from geojax.bicache.engine import Engine, Job, Sizes
 from geojax.bicache.policy import get_policy
+from geojax.diffusion.request import Request, SamplingConfig
 from geojax.serve.command import warm
-from geojax.serve.options import ServeOptions
+from geojax.serve.options import Limits, Pace, ServeOptions
 
 
 @pytest.mark.parametrize("name", ["bicache", "bicache-dual", "refresh"])
@@ -28,6 +29,14 @@ def test_the_defaults_are_64_programs_at_most(model, name, watched, builder, mon
     assert 8 <= len(set(called)) <= 64
     looks = {shape for shape, probes in (c for c in called if len(c) == 2) if probes}
     assert bool(looks) == (watched and policy.shared)
+    # A request that says nothing of sizes is among them, in batches of any number of rows.
+    sampling = SamplingConfig(steps=4)
+    for prompt in (1, 30, 64):
+        ids = [*[1] * prompt, *[model.mask_id] * Limits().default_tokens]
+        slot = engine.admit(Job(Request(ids, sampling)))
+        for rows in range(1, Pace().rows + 1):
+            assert engine.shapes.of([slot] * rows) in {c[0] for c in called}
+        engine.leave(slot)
 
 
 def test_who_stops_a_warm_up_waits_for_one_program_only(model, monkeypatch):

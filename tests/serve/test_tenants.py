@@ -4,7 +4,7 @@
 import pytest
 
 from geojax.config import ConfigError
-from geojax.serve.options import ServeOptions, check
+from geojax.serve.options import ServeOptions, check, names_only
 from geojax.serve.tenants import Tenants
 
 KEYS = "alice first-0123456789abcdef\nbob other-0123456789abcdef\nalice second-0123456789abcdef\n"
@@ -82,3 +82,12 @@ def test_other_machines_are_answered_with_keys_only(path, host):
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])
 def test_this_machine_needs_no_key(path, host):
     check(ServeOptions(path, host=host))
+
+
+def test_who_opens_a_server_is_asked_by_other_names_too(tmp_path):
+    """A proxy on the same machine sends on the name that it was asked by."""
+    path = tmp_path / "keys"
+    assert names_only(ServeOptions(path))
+    assert not names_only(ServeOptions(path, open=True))
+    assert not names_only(ServeOptions(path, keys=path))
+    assert not names_only(ServeOptions(path, host="0.0.0.0", open=True))
