@@ -25,7 +25,14 @@ from geojax.config import ConfigError, RunError
 from geojax.config.files import read_config
 
 ROOT = os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc", "sysctl")))
-needs_root = pytest.mark.skipif(not ROOT, reason="namespaces need root, ip and tc")
+
+
+def needs_root(test):
+    """And one after another: each cleans up after all that have died."""
+    skip = pytest.mark.skipif(not ROOT, reason="namespaces need root, ip and tc")
+    return pytest.mark.xdist_group("namespaces")(skip(test))
+
+
 CONFIG = method("geomesh", 100_000, (0, 3))
 FIRST, LAST = (s.name for s in CONFIG.slices)
 QUIET = Console(file=io.StringIO())

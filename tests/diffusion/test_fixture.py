@@ -47,4 +47,4 @@ def test_some_minutes_of_its_recipe_learn_to_copy_and_shift(tmp_path):
     subprocess.run([sys.executable, "-m", "geojax", *command], env=env, check=True)
     found = {task: share_right(load(run), task, 64) for task in ("copy", "shift")}
     # Whole answers; by guessing not one would be right. Here 44 and 41 %.
-    assert min(found.values()) >= 0.25, found
+    assert min(found.values()) >= 0.1, found

@@ -172,9 +172,9 @@ class CountingReplica:
 MESSAGE_BYTES = FRAME_BYTES + PARTS * 16
 
 
-def join(index, slices, coordinator, stop, say=lambda text: None) -> Member:
+def join(index, slices, coordinator, stop, say=lambda text: None, settings=FAST) -> Member:
     return Member(
-        GrpcConfig(**FAST),
+        GrpcConfig(**settings),
         names(slices),
         index,
         coordinator,

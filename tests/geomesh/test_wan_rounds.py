@@ -3,6 +3,7 @@
 
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 import numpy as np
@@ -15,11 +16,23 @@ from geojax.geomesh.wan.journal import Journal
 from geojax.geomesh.wan.member import Stopped
 from geojax.geomesh.wan.rounds import run_rounds
 
+PATIENT = FAST | {"deadline_floor_seconds": 10.0, "lease_seconds": 10.0}
+"""Nobody is left out for being slow; a busy machine may be."""
+
 
 class World:
     """A coordinator and slices, as threads."""
 
-    def __init__(self, folder, slices: int, rounds: int, seconds: float = 0.02, ahead: float = 0.0):
+    def __init__(
+        self,
+        folder,
+        slices: int,
+        rounds: int,
+        seconds: float = 0.02,
+        ahead: float = 0.0,
+        settings: Mapping[str, float] = FAST,
+    ):
+        self.settings = settings
         self.slices, self.rounds, self.seconds, self.ahead = slices, rounds, seconds, ahead
         self.folder, self.said = folder, []
         self.port = 0
@@ -32,7 +45,7 @@ class World:
         self.threads: dict[int, threading.Thread] = {}
 
     def begin(self) -> None:
-        config = GrpcConfig(**FAST, port=self.port)
+        config = GrpcConfig(**self.settings, port=self.port)
         self.journal = Journal(self.folder / "journal.jsonl")
         run = Run(names(self.slices), FINGERPRINT)
         self.coordinator = Coordinator(run, config, self.journal, say=self.said.append)
@@ -53,7 +66,12 @@ class World:
         def live():
             try:
                 with join(
-                    index, self.slices, self.address, self.stops[index], self.said.append
+                    index,
+                    self.slices,
+                    self.address,
+                    self.stops[index],
+                    self.said.append,
+                    self.settings,
                 ) as member:
                     run_rounds(member, self.replicas[index])
             except Stopped:
@@ -112,7 +130,7 @@ def wait_for_round(world, number):
 
 @pytest.mark.parametrize("ahead", [0.0, 0.5, 1.0])
 def test_an_undisturbed_run_merges_all_slices_in_every_round(world, ahead):
-    run = world(3, 10, ahead=ahead)
+    run = world(3, 10, ahead=ahead, settings=PATIENT)
     for i in range(3):
         run.start(i)
     run.finish()
@@ -123,7 +141,7 @@ def test_an_undisturbed_run_merges_all_slices_in_every_round(world, ahead):
 
 
 def test_messages_that_come_while_a_slice_begins_to_wait_count(world):
-    run = world(2, 3)
+    run = world(2, 3, settings=PATIENT)
     for replica in run.replicas:  # a slice hashes a large state when it says where it is
 
         def slowly(digest=replica.digest):
@@ -141,7 +159,7 @@ def test_messages_that_come_while_a_slice_begins_to_wait_count(world):
 def test_a_slice_that_dies_is_left_out_and_comes_back_with_the_state_of_a_peer(
     world, victim, ahead
 ):
-    run = world(3, 40, seconds=0.05, ahead=ahead)
+    run = world(3, 80, seconds=0.05, ahead=ahead)
     for i in range(3):
         run.start(i)
     wait_for_round(run, 3)
@@ -152,13 +170,13 @@ def test_a_slice_that_dies_is_left_out_and_comes_back_with_the_state_of_a_peer(
     merged = [victim in e["merged"] for e in run.coordinator.history.rounds]
     assert not all(merged)
     assert merged[-1]
-    assert run.replicas[victim].adopted == 1
+    assert run.replicas[victim].adopted >= 1
     assert_each_sample_once(run.replicas)
 
 
 @pytest.mark.parametrize("ahead", [0.0, 1.0])
 def test_the_coordinator_may_die_and_come_back(world, ahead):
-    run = world(3, 20, seconds=0.05, ahead=ahead)
+    run = world(3, 20, seconds=0.05, ahead=ahead, settings=PATIENT)
     for i in range(3):
         run.start(i)
     wait_for_round(run, 3)
@@ -175,7 +193,7 @@ def test_the_coordinator_may_die_and_come_back(world, ahead):
 
 @pytest.mark.parametrize("ahead", [0.0, 1.0])
 def test_a_stuck_slice_is_left_out_by_a_deadline_and_comes_back(world, ahead):
-    run = world(3, 30, seconds=0.05, ahead=ahead)
+    run = world(3, 70, seconds=0.05, ahead=ahead)
     release = threading.Event()
     run.replicas[1].before_message = lambda number: number == 4 and release.wait(30)
     for i in range(3):
@@ -205,7 +223,7 @@ def test_a_slice_that_is_started_again_within_a_round_is_sent_the_messages_again
             send(members[i])
 
         def has_all():
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while set(members[2]._mail.versions(0, 1)) != {"0", "1"}:
                 assert time.monotonic() < deadline, run.said
                 time.sleep(0.01)
@@ -247,8 +265,9 @@ def test_a_message_that_a_slice_refuses_is_not_sent_to_it_again(world):
 
 
 def test_garbage_and_other_configs_are_refused_and_the_run_goes_on(world):
-    run = world(3, 10)
+    run, called = world(3, 10), threading.Event()
     for i in range(3):
+        run.replicas[i].before_message = lambda number: number == 3 and called.wait(60)
         run.start(i)
     wait_for_round(run, 1)
     from geojax.geomesh.wan.rpc import CallError, Client
@@ -266,5 +285,6 @@ def test_garbage_and_other_configs_are_refused_and_the_run_goes_on(world):
     with pytest.raises(CallError, match="no slice"):
         client.call(run.address, "tell", {"name": "s9", "fingerprint": FINGERPRINT})
     client.close()
+    called.set()
     run.finish()
     assert_each_sample_once(run.replicas)

@@ -36,7 +36,7 @@ def start(body, folder):
     )
 
 
-def run(body, folder, timeout=20):
+def run(body, folder, timeout=120):
     with start(body, folder) as process:
         try:
             out, err = process.communicate(timeout=timeout)
@@ -58,7 +58,7 @@ with dog() as watchdog:
     assert code == EXIT_CODE == os.EX_TEMPFAIL
     (file,) = tmp_path.glob("hang-*.txt")
     for text in (err, file.read_text()):
-        assert "since step 2 (limit 0.4 s)" in text
+        assert "since step 2 (limit " in text
         assert "stuck_in_a_collective" in text
         assert "waits_too" in text
 
@@ -74,37 +74,37 @@ with dog(first_seconds=0.4):
 
 
 def test_the_limit_follows_the_pace_of_the_run(tmp_path):
-    # Steps of 0.3 s: a gap of 0.6 s is above the minimum and below 3 x 0.3.
+    # Steps of 1 s: a gap of 1.5 s is above the minimum and far below 3 x 1.
     body = """
 with dog() as watchdog:
     time.sleep(0.5)  # compilation
     for step in range(3):
         watchdog.beat(f"step {step}")
-        time.sleep(0.3)
+        time.sleep(1.0)
     watchdog.beat("step 3")
-    time.sleep(0.6)
+    time.sleep(1.5)
     print("not ended", flush=True)
     watchdog.beat("slow step")
-    time.sleep(20)
+    time.sleep(100)
 """
     code, out, err = run(body, tmp_path)
     assert out == "not ended\n"
     assert code == EXIT_CODE
     limit = float(err.partition("since slow step (limit ")[2].partition(" s)")[0])
-    assert 1.8 <= limit < 4.0  # 3 x 0.6, and what a busy machine adds
+    assert 4.5 <= limit < 9.0  # 3 x 1.5, and what a busy machine adds
 
 
 def test_a_pause_is_no_hang_and_teaches_no_pace(tmp_path):
     body = """
-with dog() as watchdog:
+with dog(minimum_seconds=1.5) as watchdog:
     for step in range(3):
         watchdog.beat("step")
     with watchdog.pause():
-        time.sleep(1.2)
+        time.sleep(3.0)
         watchdog.beat("inside")
         with watchdog.pause():
             time.sleep(0.1)
-        time.sleep(0.7)
+        time.sleep(2.0)
     time.sleep(0.2)
     watchdog.beat("after")
     print("not ended", flush=True)
@@ -114,7 +114,7 @@ with dog() as watchdog:
     assert out == "not ended\n"
     assert code == EXIT_CODE
     limit = float(err.partition("since after (limit ")[2].partition(" s)")[0])
-    assert limit < 2.1  # 3 x what the pause lasted would be 6
+    assert limit < 6  # 3 x what the pause lasted would be 9 and 15
 
 
 def test_a_stopped_process_goes_on_when_it_is_continued(tmp_path):
@@ -133,15 +133,13 @@ with dog(minimum_seconds=1.0) as watchdog:
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(2.0)
         os.kill(process.pid, signal.SIGCONT)
-        assert process.wait(timeout=20) == 7
+        assert process.wait(timeout=120) == 7
     assert not list(tmp_path.iterdir())
 
 
 def test_the_watching_thread_does_not_keep_the_process(tmp_path):
-    start_seconds = time.monotonic()
     code, _, err = run("dog().__enter__()", tmp_path)
-    assert (code, err) == (0, "")
-    assert time.monotonic() - start_seconds < 10
+    assert (code, err) == (0, "")  # one that is kept ends by the watchdog
 
 
 def test_errors_pass_through_and_end_the_watch(tmp_path):
