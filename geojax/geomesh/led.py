@@ -104,11 +104,13 @@ class Led:
         found = iter(messages)
         return [next(found) if here else None for here in there]
 
-    def fetch_state(
-        self, wanted: Callable[[int, int], bool], size_bytes: int
-    ) -> tuple[Offer, np.ndarray] | None:
+    def keep_messages(self, most_bytes: int) -> None:
+        if self._member:
+            self._member.keep_messages(most_bytes)
+
+    def fetch_state(self, after: int, size_bytes: int) -> tuple[Offer, np.ndarray] | None:
         def ask(member: Member) -> tuple[Any, Sequence[Bytes]]:
-            found = member.fetch_state(wanted, size_bytes)
+            found = member.fetch_state(after, size_bytes)
             return ([*found[0][:3]], [found[1]]) if found else (None, [])
 
         place, arrays = self._ask_for_bytes("fetch_state", ask)

@@ -2,8 +2,8 @@
 """A coordinator and all slices of a run as processes on this machine, watched.
 
 Invariant: a process that dies is started again, with growing pauses and a limited number of times;
-however the launcher ends, its processes end with it, the slices' state saved where it was asked to
-stop.
+a slice that is given up does not end the run while the others are a quorum. However the launcher
+ends, its processes end with it, the slices' state saved where it was asked to stop.
 """
 
 import json
@@ -14,8 +14,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -23,6 +24,7 @@ from rich.text import Text
 
 from geojax.config import RunConfig, RunError, SliceConfig, require
 from geojax.config.files import read_config
+from geojax.geomesh.wan.decide import enough as is_quorum
 from geojax.launch.processes import ADDRESS_FILE, LAUNCHER, with_grpc
 from geojax.runs import begin_folder, stop_on_signals
 
@@ -35,6 +37,7 @@ _STOP_SECONDS = 120.0  # for slices to save
 _FAREWELL_SECONDS = 30.0  # for slices to end after the coordinator has
 _FIRST_PAUSE_SECONDS = 1.0  # before a process is started again; doubles
 _LONGEST_PAUSE_SECONDS = 30.0
+_HEALTHY_SECONDS = 600.0
 _USER_MISTAKE = 2  # exit code that a new start would give again
 
 
@@ -45,9 +48,12 @@ class _Child:
     variables: dict[str, str] = field(default_factory=dict)
     """Of its environment."""
     process: subprocess.Popen[bytes] | None = None
+    began: float = 0.0
     restarts: int = 0
+    """Of late: since it last ran for _HEALTHY_SECONDS."""
     due: float = 0.0
     """When to start it again."""
+    given_up: bool = False
 
     @property
     def code(self) -> int | None:
@@ -92,7 +98,8 @@ def _run(config: RunConfig, folder: Path, restarts: int, console: Console) -> bo
             for child in _slices(config, folder, address):
                 children[child.name] = child
                 _start(child, console, width)
-            _watch(children, restarts, stop, console, width)
+            enough = partial(is_quorum, slices=len(config.slices), rules=config.grpc)
+            _watch(children, restarts, enough, stop, console, width)
         finally:
             _end(children)
     stopped = stop.is_set()
@@ -151,11 +158,13 @@ def _require_processors(config: RunConfig) -> None:
 def _watch(
     children: Mapping[str, _Child],
     restarts: int,
+    enough: Callable[[int], bool],
     stop: threading.Event,
     console: Console,
     width: int,
 ) -> None:
-    """Until the run has ended, or `stop`. RunError where a process dies too often."""
+    """Until the run has ended, or `stop`. A slice whose process dies too often is left away while
+    `enough` are there without it; RunError where they are not, or the coordinator is it."""
     ended = None
     while not stop.wait(_POLL_SECONDS):
         now = time.monotonic()
@@ -175,12 +184,19 @@ def _watch(
             # A slice that somebody stopped stays away.
             if code in (None, 0) or (code == stopped and child.name != COORDINATOR):
                 continue
+            if child.given_up:
+                continue
+            if now - child.began > _HEALTHY_SECONDS:
+                child.restarts = 0
             if code == _USER_MISTAKE or child.restarts >= restarts:
-                raise RunError(
-                    f"{child.name} ended {_how(code)}"
-                    + ("" if code == _USER_MISTAKE else f" after {child.restarts} new starts")
-                    + "; its last lines say why"
-                )
+                child.given_up = True
+                said = f"{child.name} ended {_how(code)}"
+                said += "" if code == _USER_MISTAKE else f" after {child.restarts} new starts"
+                left = _slices_left(children)
+                if code == _USER_MISTAKE or child.name == COORDINATOR or not enough(left):
+                    raise RunError(f"{said}; its last lines say why")
+                console.print(f"{said}; the others go on without it", soft_wrap=True)
+                continue
             pause = min(_FIRST_PAUSE_SECONDS * 2**child.restarts, _LONGEST_PAUSE_SECONDS)
             child.restarts += 1
             child.process, child.due = None, now + pause
@@ -189,6 +205,12 @@ def _watch(
                 f"({child.restarts} of {restarts})",
                 soft_wrap=True,
             )
+
+
+def _slices_left(children: Mapping[str, _Child]) -> int:
+    """Those of which no process was given up."""
+    slices = {name.partition("/")[0] for name in children if name != COORDINATOR}
+    return len(slices - {c.name.partition("/")[0] for c in children.values() if c.given_up})
 
 
 def _start(child: _Child, console: Console, width: int) -> None:
@@ -200,6 +222,7 @@ def _start(child: _Child, console: Console, width: int) -> None:
         env=os.environ | own | child.variables,
         start_new_session=True,  # Ctrl-C is the launcher's, which ends them in order
     )
+    child.began = time.monotonic()
     label = "" if child.name == COORDINATOR else f"{child.name:>{width}} | "
     console.print(f"{child.name} starts as process {child.process.pid}")
     reader = threading.Thread(

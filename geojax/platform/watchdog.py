@@ -18,8 +18,9 @@ from typing import Self
 
 from geojax.config import WatchdogConfig
 
-EXIT_CODE = 75
-"""Of a process that was ended for a hang: EX_TEMPFAIL, try again."""
+EXIT_CODE = os.EX_SOFTWARE
+"""Of a process that ends itself, unsaved, for a hang of its own or of others: start it again. (One
+that was asked to stop, and has saved, ends with EX_TEMPFAIL.)"""
 _RECENT = 100
 """Intervals from which the slowest is taken."""
 _WRITE_SECONDS = 10.0

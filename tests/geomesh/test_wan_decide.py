@@ -14,7 +14,7 @@ from wan_world import RULES, MemoryJournal, World
 
 from geojax.config import ConfigError, GrpcConfig, RunError
 from geojax.geomesh.wan.coordinator import Coordinator, Run
-from geojax.geomesh.wan.decide import limit_seconds
+from geojax.geomesh.wan.decide import is_alive, limit_seconds
 from geojax.geomesh.wan.history import History
 from geojax.geomesh.wan.journal import Journal
 from geojax.geomesh.wan.samples import Samples
@@ -348,6 +348,88 @@ def test_a_slow_first_exchange_is_awaited_and_so_is_one_of_a_coordinator_that_be
     world.pass_seconds(60)
     assert merged(world) == [[0, 1, 2, 3]] * len(merged(world))
     assert len(merged(world)) >= 3
+
+
+@pytest.mark.parametrize("state_seconds", [4, 6, 8, 12])
+def test_a_slice_whose_state_takes_rounds_to_come_is_back(state_seconds):
+    """In time, however long a round is: by the messages of the rounds in which it came."""
+    world = World(4, rounds=1000)
+    world.state_seconds = state_seconds
+    world.pass_seconds(20)
+    world.slices[3].alive = False
+    world.pass_seconds(100)
+    world.slices[3].saved = 0, 0, world.slices[3].saved[2] * 0, ""
+    world.slices[3].restart()
+    world.pass_seconds(40)
+    assert merged(world)[-1] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_who_comes_back_into_a_long_round_undoes_nobodys_work(index):
+    world = World(4, rounds=1000)
+    world.work_seconds, world.facts = [60] * 4, {"expected_seconds": 60}
+    world.pass_seconds(200)
+    world.slices[index].alive = False
+    world.pass_seconds(140)  # a round is over without it, and another one is open
+    before = len(merged(world))
+    world.slices[index].restart()
+    world.pass_seconds(200)
+    assert not any(e["kind"] == "rollback" for e in world.coordinators[0]._journal.entries)
+    assert len(merged(world)) >= before + 2
+    assert merged(world)[-1] == [0, 1, 2, 3]
+
+
+def test_a_slice_that_lives_and_never_ends_is_not_waited_for_for_ever():
+    world = World(4, rounds=6)
+    world.pass_seconds(5)
+    world.slices[2].stuck = True
+    for _ in range(20):
+        world.pass_seconds(10)
+        if world.coordinators[0].ended:
+            break
+    assert world.coordinators[0].ended
+    assert [s.phase for s in world.slices if s.index != 2] == ["done"] * 3
+
+
+def test_a_run_that_has_ended_is_over_for_a_coordinator_that_is_started_again():
+    world = World(4, rounds=6)
+    world.pass_seconds(60)
+    assert world.coordinators[0].ended
+    for s in world.slices:
+        s.alive = False
+    world.restart_coordinator()
+    assert world.coordinators[0].ended
+    world.pass_seconds(1)
+    entries = world.coordinators[0]._journal.entries
+    assert [e["kind"] for e in entries if e["kind"] != "round"] == ["start", "end"]
+
+
+def test_a_slice_that_reaches_no_peer_holds_up_the_others_no_longer_than_a_slow_one():
+    world = World(4, rounds=1000)
+    world.pass_seconds(30)
+    world.stalled, world.deaf = {(i, 3) for i in range(3)}, {3}  # what it sends goes out
+    before = len(merged(world))
+    world.pass_seconds(int(RULES.join_seconds))
+    assert len(merged(world)) > before + 1
+
+
+def test_a_round_that_was_open_when_the_coordinator_began_is_not_open_for_ever():
+    world = World(4, rounds=1000)
+    world.pass_seconds(2)
+    world.slices[2].stuck = True
+    world.restart_coordinator()
+    world.pass_seconds(100)
+    assert len(merged(world)) > 5
+
+
+def test_who_was_dead_before_the_coordinator_slept_is_dead_after():
+    world = World(4, rounds=1000)
+    world.pass_seconds(30)
+    world.slices[3].alive = False
+    world.pass_seconds(20)
+    world.stop_coordinator(30)
+    world.pass_seconds(1)
+    assert not is_alive(world.coordinators[0]._statuses[3], world.coordinators[0]._now(), RULES)
 
 
 @given(st.data())

@@ -13,8 +13,9 @@ from counting_replica import FAST, FINGERPRINT, CountingReplica, join, names
 from geojax.config import GrpcConfig, RunError
 from geojax.geomesh.wan.coordinator import Coordinator, Run, Served
 from geojax.geomesh.wan.journal import Journal
-from geojax.geomesh.wan.member import Stopped
+from geojax.geomesh.wan.member import Member, Stopped
 from geojax.geomesh.wan.rounds import run_rounds
+from geojax.geomesh.wan.seat import KEPT_ROUNDS
 
 PATIENT = FAST | {"deadline_floor_seconds": 10.0, "lease_seconds": 10.0}
 """Nobody is left out for being slow; a busy machine may be."""
@@ -42,6 +43,7 @@ class World:
             CountingReplica(i, rounds, seconds, stop, ahead) for i, stop in enumerate(self.stops)
         ]
         self.errors: dict[int, BaseException] = {}
+        self.members: dict[int, Member] = {}
         self.threads: dict[int, threading.Thread] = {}
 
     def begin(self) -> None:
@@ -73,6 +75,7 @@ class World:
                     self.said.append,
                     self.settings,
                 ) as member:
+                    self.members[index] = member
                     run_rounds(member, self.replicas[index])
             except Stopped:
                 pass
@@ -164,7 +167,7 @@ def test_a_slice_that_dies_is_left_out_and_comes_back_with_the_state_of_a_peer(
         run.start(i)
     wait_for_round(run, 3)
     run.stop(victim)
-    wait_for_round(run, 8)
+    wait_for_round(run, 4 + KEPT_ROUNDS)  # whose messages nobody has any more
     run.replace(victim)
     run.finish()
     merged = [victim in e["merged"] for e in run.coordinator.history.rounds]
@@ -172,6 +175,64 @@ def test_a_slice_that_dies_is_left_out_and_comes_back_with_the_state_of_a_peer(
     assert merged[-1]
     assert run.replicas[victim].adopted >= 1
     assert_each_sample_once(run.replicas)
+
+
+def test_a_state_that_takes_many_rounds_is_made_newer_by_messages(world, monkeypatch):
+    give = Member._give_state
+
+    def slowly(member, header):
+        reply, parts = give(member, header)
+        threading.Event().wait(0.5)  # and meanwhile others go on
+        return reply, parts
+
+    monkeypatch.setattr(Member, "_give_state", slowly)
+    run = world(3, 90, seconds=0.05)
+    for i in range(3):
+        run.start(i)
+    wait_for_round(run, 3)
+    run.stop(1)
+    wait_for_round(run, 4 + KEPT_ROUNDS)
+    run.replace(1)
+    run.finish()
+    assert run.replicas[1].adopted == 1
+    assert 1 in run.coordinator.history.rounds[-1]["merged"]
+    assert_each_sample_once(run.replicas)
+
+
+def test_a_peer_that_hangs_keeps_nobody_from_coming_back(world, monkeypatch):
+    described = Member._described
+
+    def hangs(member):
+        if member.index == 0:
+            threading.Event().wait(1.5)
+        return described(member)
+
+    run = world(4, 120, seconds=0.05)
+    for i in range(4):
+        run.start(i)
+    wait_for_round(run, 3)
+    run.stop(3)
+    wait_for_round(run, 4 + KEPT_ROUNDS)
+    monkeypatch.setattr(Member, "_described", hangs)
+    run.replace(3)
+    run.finish()
+    assert 3 in run.coordinator.history.rounds[-1]["merged"]
+    assert_each_sample_once(run.replicas)
+
+
+def test_a_fault_on_the_line_ends_the_slice_and_says_why(world):
+    run = world(2, 1000, seconds=0.05)
+    for i in range(2):
+        run.start(i)
+    wait_for_round(run, 2)
+
+    def broken(*args, **kwargs):
+        raise AssertionError("a fault in what came")
+
+    run.members[1]._link._read = broken
+    run.threads[1].join(60)
+    assert "the line to it broke, AssertionError: a fault in what came" in str(run.errors[1])
+    run.stop(0)
 
 
 @pytest.mark.parametrize("ahead", [0.0, 1.0])

@@ -19,6 +19,7 @@ from geojax.geomesh.wan.coordinator import Coordinator, Run
 from geojax.geomesh.wan.history import History
 from geojax.geomesh.wan.journal import _chain
 from geojax.geomesh.wan.samples import Border
+from geojax.geomesh.wan.seat import KEPT_ROUNDS
 
 RULES = GrpcConfig(lease_seconds=3, deadline_floor_seconds=4, join_seconds=20)
 WORK_SECONDS = 2
@@ -65,6 +66,8 @@ class Slice:
         self.refuses = set()
         """Messages that came damaged, by round and sender."""
         self.evaluated, self.busy_until = 0, 0.0
+        self.coming = None
+        """A state that is under way, and since when."""
         self.refused = self.waits = False
 
     @property
@@ -97,7 +100,7 @@ class Slice:
                     "sent": self.incarnation,
                     "received": {str(i): sorted(held) for i, held in self.box().items()},
                     "refused": [i for key, i in self.refuses if key == self.open_round],
-                    "facts": {},
+                    "facts": self.world.facts,
                     "address": "",
                 }
             )
@@ -128,10 +131,11 @@ class Slice:
             valid = history.rounds[self.border]["digest"] == self.digest
         if valid:
             self.epoch = history.epoch
-        if not valid or self.border < history.round - 1:
+        if not valid:
             self.take_state()
-        elif self.border == history.round - 1:
-            if not self.apply(history.round):
+        elif self.border < history.round:
+            near = self.border >= history.round - KEPT_ROUNDS
+            if self.coming or not (near and self.apply(self.border + 1)):
                 self.take_state()
         else:
             self.work()
@@ -139,18 +143,23 @@ class Slice:
     def take_state(self):
         self.phase, self.began, self.told = "syncing", None, None
         before = self.border if self.history.holds(self.epoch, self.border) else -1
-        for peer in self.world.reached_by(self.index):
-            if peer.border > before and self.history.holds(peer.epoch, peer.border):
-                self.counts, self.border = peer.counts.copy(), peer.border
-                self.merged = peer.merged
-                self.epoch = self.history.epoch
-                return
+        if self.coming is None:
+            for peer in self.world.asked_by(self.index):
+                if peer.border > before and self.history.holds(peer.epoch, peer.border):
+                    state = peer.epoch, peer.border, peer.counts.copy(), peer.merged
+                    self.coming = self.world.now, state
+                    break
+        if self.coming and self.world.now - self.coming[0] >= self.world.state_seconds:
+            (epoch, border, counts, merged), self.coming = self.coming[1], None
+            if self.history.holds(epoch, border):
+                self.epoch, self.border = self.history.epoch, border
+                self.counts, self.merged = counts, merged
 
     def apply(self, number):
         entry = self.history.rounds[number - 1]
         key, row = (entry["epoch"], number), []
         for index, version in entry["versions"].items():
-            boxes = [s.mail.get(key, {}) for s in [self, *self.world.reached_by(self.index)]]
+            boxes = [s.mail.get(key, {}) for s in [self, *self.world.asked_by(self.index)]]
             held = [box[int(index)] for box in boxes if int(index) in box]
             found = [messages[version] for messages in held if version in messages]
             if not found:
@@ -163,7 +172,8 @@ class Slice:
         self.border, self.began = number, None
         if number % SAVED_ROUNDS == self.index:
             self.saved = self.epoch, number, self.counts.copy(), self.merged
-        self.mail = {k: v for k, v in self.mail.items() if k >= key}
+        oldest = (key[0], number + 1 - KEPT_ROUNDS)
+        self.mail = {k: v for k, v in self.mail.items() if k >= oldest}
         return True
 
     def work(self):
@@ -227,10 +237,15 @@ class World:
         self.transfer_seconds = [0.0] * slices
         self.stalled = set()
         """Pairs of sender and receiver that nothing goes between."""
+        self.deaf = set()
+        """Slices that get no answer of a peer."""
         self.garbled = set()
         """Slices whose messages are none."""
         self.busy_seconds = [0] * slices
         self.work_seconds = [WORK_SECONDS] * slices
+        self.state_seconds = 0
+        """That taking over a peer's state takes."""
+        self.facts = {}
         self.posted = {}
         """Since when a message is under way, by the processes of both ends and its round."""
         self.coordinators = {0: self.make_coordinator(MemoryJournal())}
@@ -255,6 +270,9 @@ class World:
             for s in self.slices
             if s.index != index and s.alive and not s.stuck and self.side_of_slice[s.index] == side
         ]
+
+    def asked_by(self, index):
+        return [] if index in self.deaf else self.reached_by(index)
 
     def pass_seconds(self, seconds):
         for _ in range(seconds):

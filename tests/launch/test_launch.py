@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from launched import PATIENCE_SECONDS, Launch, hashes
 from made_text import write_words
+from rich.console import Console
 
 from geojax.cli import main
 from geojax.config import RunError
 from geojax.configs import load_config
 from geojax.launch import local
+from geojax.platform import EXIT_CODE
 from geojax.runs import save_config
 from geojax.track.summary import check_accounting, load_run
 
@@ -113,8 +115,28 @@ def test_a_child_that_dies_is_started_again_so_often_and_no_more(monkeypatch):
     console = Said()
     local._start(child, console, 1)
     with pytest.raises(RunError, match="by SIGKILL after 2 new starts"):
-        local._watch({child.name: child}, 2, threading.Event(), console, 1)
+        local._watch({child.name: child}, 2, lambda left: True, threading.Event(), console, 1)
     assert sum("starts as process" in line for line in console.lines) == 3
+
+
+def test_who_hangs_is_started_again_and_who_was_stopped_is_not(monkeypatch, capsys):
+    """And a slice that dies too often does not end the run while the others are a quorum."""
+    monkeypatch.setattr(local, "_FIRST_PAUSE_SECONDS", 0.05)
+    ends = {"a": f"exit {EXIT_CODE}", "b/0": "kill -9 $$", "b/1": "sleep 60", "c": "exit 75"}
+    ends |= {"d": "sleep 60", "e": "sleep 60", local.COORDINATOR: "sleep 60"}
+    children = {n: local._Child(n, ["sh", "-c", command]) for n, command in ends.items()}
+    console, stop = Console(width=200), threading.Event()
+    for child in children.values():
+        local._start(child, console, 3)
+    try:
+        with pytest.raises(RunError, match=r"(a|b/0) ended .* after 2 new starts; its last"):
+            local._watch(children, 2, lambda left: left >= 4, stop, console, 3)
+    finally:
+        local._end(children)
+    assert {n: c.restarts for n, c in children.items() if c.restarts} == {"a": 2, "b/0": 2}
+    said = capsys.readouterr().out
+    assert said.count("; the others go on without it") == 1  # four of five slices are left then
+    assert children["c"].code == 75
 
 
 @pytest.fixture(scope="module")

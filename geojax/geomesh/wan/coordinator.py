@@ -151,11 +151,10 @@ class Coordinator:
                     "the coordinator's journal is not the one that this slice has followed; "
                     "another coordinator, or an old copy of its folder, answers at this address"
                 )
-            finished, known = self.finished, header.get("peers", {})
+            known = header.get("peers", {})
             self._changed.wait_for(
                 lambda: (
                     len(journal.entries) > after
-                    or self.finished != finished
                     or any(s.incarnation != known.get(str(i)) for i, s in self._statuses.items())
                 ),
                 timeout=wait,
@@ -165,7 +164,7 @@ class Coordinator:
                 "entries": page,
                 "chain": journal.chains[after + len(page)],
                 "peers": {str(i): [s.address, s.incarnation] for i, s in self._statuses.items()},
-                "finished": self.finished,
+                "finished": self.history.ended,
             }
 
     def tick(self) -> None:
@@ -174,28 +173,33 @@ class Coordinator:
             self._wake()
             self._decide()
             self._mourn()
-            if self.finished:
-                if self._ledger:
-                    self._ledger.write(self.history, patience_rounds=0)
-                self._changed.notify_all()
+            if self.history.ended and self._ledger:
+                self._ledger.write(self.history, patience_rounds=0)
 
     @property
     def ended(self) -> bool:
         """Whether there is nothing left to decide."""
-        return self.history.stopped is not None or self.finished
+        return self.history.stopped is not None or self.history.ended
 
-    @property
-    def finished(self) -> bool:
-        """Whether every slice has reached the end of the run; one that says nothing for long is not
-        waited for."""
-        now, patience = self._now(), self._rules.join_seconds
+    def _all_done(self) -> bool:
+        """Whether every slice has reached the end of the run; one that says nothing for long, or
+        nothing new since another has, is not waited for."""
+        first = min(
+            (s.since for s in self._statuses.values() if s.phase in _AT_THE_END), default=None
+        )
+        if first is None:
+            return False
+        now, rules = self._now(), self._rules
         for index in range(len(self._run.names)):
             status = self._statuses.get(index)
             if status and status.phase in _AT_THE_END:
                 continue
-            if now - (status.seen if status else self._began) <= patience:
+            heard = status.seen if status else self._began
+            if status and is_alive(status, now, rules):
+                heard = max(status.since, first)
+            if now - heard <= rules.join_seconds:
                 return False
-        return any(s.phase in _AT_THE_END for s in self._statuses.values())
+        return True
 
     @property
     def left(self) -> bool:
@@ -216,8 +220,10 @@ class Coordinator:
     def _wake(self) -> None:
         before, self._awake = self._awake, self._clock()
         if self._awake - before > self._rules.lease_seconds / 2:
+            then = before - self._asleep
+            lived = [s for s in self._statuses.values() if is_alive(s, then, self._rules)]
             self._asleep += self._awake - before
-            for status in self._statuses.values():
+            for status in lived:
                 status.seen = self._now()
             self._heirs.clear()
 
@@ -239,7 +245,7 @@ class Coordinator:
         return run.names.index(name)
 
     def _decide(self) -> None:
-        while not self._stopped:
+        while not (self._stopped or self.history.ended):
             entry = decide(
                 self._now(),
                 self._began,
@@ -249,6 +255,8 @@ class Coordinator:
                 len(self._run.names),
                 self._rules,
             )
+            if entry is None and self._all_done():
+                entry = {"kind": "end", "round": self.history.round}
             if entry is None:
                 return
             before = set(self.history.members)

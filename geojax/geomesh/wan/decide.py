@@ -15,6 +15,7 @@ configured slices behind it, and a merged message, in the version that the journ
 a majority, so that a later majority can fetch it.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -196,13 +197,18 @@ def _close(
     took = {i: s.since - max(opened, s.worked) for i, s in reported.items()}
     on_time = opened > began  # a round that was open when this coordinator began has no times
     of_many = on_time and enough(len(reported), slices, rules)  # few may be fast ones
-    expected = max((s.facts.get("expected_seconds", 1.0) for s in reported.values()), default=1.0)
+    before = history.rounds[-1]["expected_seconds"] if history.rounds else 1.0
+    expected = max(
+        (s.facts.get("expected_seconds", 1.0) for s in reported.values()), default=before
+    )
     past = [
         seconds / entry["expected_seconds"] * expected
         for entry in history.rounds[-_REMEMBERED_ROUNDS:]
         for seconds in entry["seconds"].values()
     ]
     limit = limit_seconds([*past, *(took.values() if of_many else ())], rules)
+    if math.isinf(limit) and enough(len(reported), slices, rules):
+        limit = rules.join_seconds  # most are here, and when they began is not known
     delivery = patience_seconds("messages", history, rules)
     busied = [alive[i].busied for i in members if i in alive and alive[i].busied]
     business = rules.join_seconds
@@ -224,7 +230,7 @@ def _close(
             return now - status.since <= business
         if status.restarted:
             return now - opened <= limit
-        if status.phase in LOOKING:
+        if status.phase == "starting":
             return now - max(opened, status.since) <= rules.join_seconds
         return now - max(opened, status.since, status.worked) <= limit
 

@@ -10,6 +10,7 @@ round     `round` is over: `merged` slices, the `versions` of their messages, `m
 rollback  nobody holds the state after later rounds any more, or the open one has lost too many
           members: `round` is the last one (again), `members` are those of the next
 stop      the run cannot go on, for a `reason`
+end       every slice has reached the run's end, or is not waited for any more
 
 A border is a place between rounds: border r lies after round r. A state is that of a border in an
 epoch, the number of rollbacks before it. Invariant: rounds are numbered from 1 without a gap.
@@ -31,6 +32,7 @@ class History:
         among them."""
         self._opened: list[tuple[int, ...]] = []
         self.stopped: str | None = None
+        self.ended = False
         self._rollbacks: list[int] = []
 
     def add(self, entry: Mapping[str, Any]) -> None:
@@ -38,6 +40,9 @@ class History:
         kind = entry["kind"]
         if kind == "stop":
             self.stopped = entry["reason"]
+            return
+        if kind == "end":
+            self.ended = True
             return
         if kind == "start":
             self.start = dict(entry)
@@ -54,7 +59,7 @@ class History:
     def copy(self) -> "History":
         """One that later entries do not change."""
         other = History()
-        other.start, other.stopped = self.start, self.stopped
+        other.start, other.stopped, other.ended = self.start, self.stopped, self.ended
         other.rounds, other._opened = list(self.rounds), list(self._opened)
         other._rollbacks = list(self._rollbacks)
         return other

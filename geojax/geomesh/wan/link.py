@@ -5,11 +5,13 @@ One says the slice's status when it changes and several times a lease; one reads
 Invariant: a call that fails is made again until it succeeds, or the slice ends.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 
 from geojax.geomesh.wan.rpc import CallError, Client, Header
 
+log = logging.getLogger("geojax.geomesh")
 _BEATS_A_LEASE = 5
 _FOLLOW_SECONDS = 5.0
 _LONGEST_PAUSE_SECONDS = 5.0  # between tries
@@ -72,6 +74,9 @@ class Link:
                 self._ending.wait(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
                 continue
+            except Exception as error:
+                self._fail(error)
+                return
             if lost:
                 self._say("the coordinator answers again")
             pause, lost = _RETRY_SECONDS, False
@@ -88,8 +93,16 @@ class Link:
                     return
                 self._ending.wait(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            except Exception as error:
+                self._fail(error)
+                return
             else:
                 pause = _RETRY_SECONDS
+
+    def _fail(self, error: Exception) -> None:
+        """A fault that trying again does not mend must not leave the slice mute, or deaf."""
+        log.error("the line to the coordinator broke", exc_info=error)
+        self._refused(f"the line to it broke, {type(error).__name__}: {error}")
 
     def _is_refused(self, error: CallError) -> bool:
         if error.refused:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages that a slice holds, by round, and how its own last one fares; under its member's lock.
 
-Invariant: peers that are one round behind find that round's messages here, and no older ones; of
-two messages that processes of one slice sent for a round, none takes the other's place.
+Invariant: peers that are a few rounds behind find those rounds' messages here, and no older ones;
+of two messages that processes of one slice sent for a round, none takes the other's place.
 """
 
 import time

@@ -20,7 +20,7 @@ from geojax.geomesh.wan.link import Link
 from geojax.geomesh.wan.mail import Mail
 from geojax.geomesh.wan.peers import Peers, Place
 from geojax.geomesh.wan.rpc import CallError, Client, Header, Server, chunks
-from geojax.geomesh.wan.seat import Message, Offer, Overtaken, Stopped
+from geojax.geomesh.wan.seat import KEPT_ROUNDS, Message, Offer, Overtaken, Stopped
 
 _LONGEST_PAUSE_SECONDS = 5.0  # between tries
 _RETRY_SECONDS = 0.2
@@ -66,6 +66,7 @@ class Member:
         self._entries: list[Entry] = []
         self._chain = ""
         self._peers, self._mail = Peers(self._client, names, index, say), Mail()
+        self._kept_rounds = 1
         self._offer: Offer | None = None
         self.finished = False
         self._admitted = False
@@ -143,6 +144,10 @@ class Member:
         with self._changed:
             self._offer = offer
 
+    def keep_messages(self, most_bytes: int) -> None:
+        a_round = len(self._names) * self._message_bytes
+        self._kept_rounds = min(max(most_bytes // a_round, 1), KEPT_ROUNDS)
+
     def wait(self, reached: Callable[[History], bool], seconds: float | None = None) -> bool:
         deadline = None if seconds is None else time.monotonic() + seconds
         with self._changed:
@@ -191,7 +196,7 @@ class Member:
         with self._changed:
             entry = self.history.rounds[number - 1]
             epoch, merged, versions = entry["epoch"], entry["merged"], entry["versions"]
-            self._mail.prune(epoch, number)
+            self._mail.prune(epoch, number + 1 - self._kept_rounds)
             box = self._mail.of(epoch, number)
         row: list[Message | None] = [None] * len(self._names)
         for index in merged:
@@ -205,9 +210,11 @@ class Member:
             row[index] = message
         return row
 
-    def fetch_state(
-        self, wanted: Callable[[int, int], bool], size_bytes: int
-    ) -> tuple[Offer, np.ndarray] | None:
+    def fetch_state(self, after: int, size_bytes: int) -> tuple[Offer, np.ndarray] | None:
+        def wanted(epoch: int, border: int) -> bool:
+            with self._changed:  # which may be further than when it was asked for
+                return border > after and self.history.holds(epoch, border)
+
         return self._peers.fetch_state(wanted, size_bytes)
 
     def probe(self, message: Message) -> float:

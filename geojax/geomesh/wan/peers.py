@@ -3,7 +3,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import NamedTuple
 
 import numpy as np
@@ -71,19 +71,27 @@ class Peers:
     def fetch_state(
         self, wanted: Callable[[int, int], bool], size_bytes: int
     ) -> tuple[Offer, np.ndarray] | None:
-        """As Seat.fetch_state."""
-        for address in self._others():
-            try:
-                found = self._client.call(address, "border", {})
-                if not wanted(found["epoch"], found["border"]):
+        """Of a peer whose place `wanted(epoch, border)` accepts. All are asked where they are, and
+        whoever answers first is tried first: one that hangs keeps nobody."""
+        others = self._others()
+        pool = ThreadPoolExecutor(max(len(others), 1))
+        try:
+            asked = {pool.submit(self._client.call, a, "border", {}): a for a in others}
+            for place in as_completed(asked):
+                address = asked[place]
+                try:
+                    found = place.result()
+                    if not wanted(found["epoch"], found["border"]):
+                        continue
+                    found, data = self._client.pull(address, "state", {}, size_bytes)
+                except CallError as error:
+                    self._say(f"no state from {error}")
                     continue
-                found, data = self._client.pull(address, "state", {}, size_bytes)
-            except CallError as error:
-                self._say(f"no state from {error}")
-                continue
-            if wanted(found["epoch"], found["border"]):
-                return Offer(found["epoch"], found["border"], found["digest"], ()), data
-        return None
+                if wanted(found["epoch"], found["border"]):
+                    return Offer(found["epoch"], found["border"], found["digest"], ()), data
+            return None
+        finally:
+            pool.shutdown(wait=False)
 
     def probe(self, message: Message) -> float:
         """As Seat.probe."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from geojax.geomesh.message import version
 from geojax.geomesh.wan.history import History
-from geojax.geomesh.wan.seat import Message, Offer, Overtaken, Seat
+from geojax.geomesh.wan.seat import KEPT_ROUNDS, Message, Offer, Overtaken, Seat
 
 _LOOK_SECONDS = 0.5  # between looks for a peer with the state
 
@@ -81,6 +81,7 @@ class Replica(Protocol):
 
 def run_rounds(member: Seat, replica: Replica) -> None:
     """To the end of the run. Stopped, with the replica as it then is; RunError."""
+    member.keep_messages(replica.state_bytes)
     _say_where(member, replica, "starting")
     member.wait(lambda h: True)
     if member.history.start is None and not replica.border:
@@ -136,7 +137,8 @@ def _catch_up(member: Seat, replica: Replica) -> tuple[int, ...]:
                 if not member.is_past(replica.epoch, number):
                     return history.members
                 continue
-            if replica.border == history.round - 1 and _by_messages(member, replica, history):
+            near = replica.border >= history.round - KEPT_ROUNDS
+            if near and _by_messages(member, replica, history):
                 continue
         _by_state(member, replica, history, valid)
 
@@ -160,15 +162,12 @@ def _by_state(member: Seat, replica: Replica, history: History, valid: bool) -> 
         number = replica.border + 1
         replica.settle(number, history.version(number, member.index), history)
     before = replica.border if history.holds(replica.epoch, replica.border) else -1
-
-    def wanted(epoch: int, border: int) -> bool:
-        return history.holds(epoch, border) and border > before
-
-    found = member.fetch_state(wanted, replica.state_bytes)
+    found = member.fetch_state(before, replica.state_bytes)
     if found is None:
         member.wait(lambda h: h.round > history.round or h.epoch > history.epoch, _LOOK_SECONDS)
         return
     offer, data = found
+    history = member.snapshot()
     replica.adopt(data, offer.border, history)
     if replica.digest() != offer.digest:
         member.say("a peer's state was damaged on the way")

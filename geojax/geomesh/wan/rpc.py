@@ -117,6 +117,11 @@ class Client:
 
     def __init__(self, config: GrpcConfig):
         self._config = config
+        self._credentials = None
+        if config.tls_cert:  # read once: a file that goes later ends nothing that runs
+            self._credentials = grpc.ssl_channel_credentials(
+                _read(config.tls_ca), _read(config.tls_key), _read(config.tls_cert)
+            )
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()
 
@@ -196,13 +201,10 @@ class Client:
             return self._channels[address]
 
     def _connect(self, address: str) -> grpc.Channel:
-        config, options = self._config, _options(self._config.lease_seconds / 2)
-        if not config.tls_cert:
+        options = _options(self._config.lease_seconds / 2)
+        if self._credentials is None:
             return grpc.insecure_channel(address, options=options)
-        credentials = grpc.ssl_channel_credentials(
-            _read(config.tls_ca), _read(config.tls_key), _read(config.tls_cert)
-        )
-        return grpc.secure_channel(address, credentials, options=options)
+        return grpc.secure_channel(address, self._credentials, options=options)
 
 
 def chunks(arrays: Iterable[np.ndarray]) -> Iterator[memoryview]:

@@ -30,6 +30,10 @@ class Offer(NamedTuple):
     """In an order that all slices share; never changed in place."""
 
 
+KEPT_ROUNDS = 16
+"""Whose messages a slice may still be asked for."""
+
+
 class Seat(Protocol):
     """A slice's processes call the same methods in the same order, and all get the same answers;
     `times` and `unwritten` alone are of the one that speaks."""
@@ -78,6 +82,11 @@ class Seat(Protocol):
         """What peers get when they ask for the state."""
         ...
 
+    def keep_messages(self, most_bytes: int) -> None:
+        """For peers that are behind: of the last round, and of up to KEPT_ROUNDS as far as they
+        take no more than that."""
+        ...
+
     def wait(self, reached: Callable[[History], bool], seconds: float | None = None) -> bool:
         """Until `reached` is true of the history; False where `seconds` passed before. Stopped;
         RunError where the run cannot go on."""
@@ -109,11 +118,9 @@ class Seat(Protocol):
         not here are fetched from whoever has them. Overtaken."""
         ...
 
-    def fetch_state(
-        self, wanted: Callable[[int, int], bool], size_bytes: int
-    ) -> tuple[Offer, np.ndarray] | None:
-        """A state of a peer's that `wanted(epoch, border)` accepts, and its bytes; None: nobody has
-        it now."""
+    def fetch_state(self, after: int, size_bytes: int) -> tuple[Offer, np.ndarray] | None:
+        """A peer's state that is of the history, at a border after that one, and its bytes; None:
+        nobody gives one now."""
         ...
 
     def knows_all(self) -> bool:
