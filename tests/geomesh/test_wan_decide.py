@@ -404,6 +404,18 @@ def test_a_run_that_has_ended_is_over_for_a_coordinator_that_is_started_again():
     assert [e["kind"] for e in entries if e["kind"] != "round"] == ["start", "end"]
 
 
+def test_an_old_copy_of_the_journal_is_refused_by_slices_that_start_again():
+    world = World(4, rounds=1000)
+    world.pass_seconds(60)
+    entries = world.coordinators[0]._journal.entries
+    world.coordinators[0] = world.make_coordinator(MemoryJournal(entries[:4]))
+    for s in world.slices:
+        s.restart()
+    assert min(s.border for s in world.slices) > 3
+    world.pass_seconds(5)
+    assert all(s.refused for s in world.slices)
+
+
 def test_a_slice_that_reaches_no_peer_holds_up_the_others_no_longer_than_a_slow_one():
     world = World(4, rounds=1000)
     world.pass_seconds(30)

@@ -81,6 +81,7 @@ class Coordinator:
         with self._changed:
             self._wake()
             index = self._index(header)
+            self._require_known(header)
             now, before = self._now(), self._statuses.get(index)
             if before and before.incarnation != header["incarnation"]:
                 if is_alive(before, now, self._rules):
@@ -243,6 +244,17 @@ class Coordinator:
                 f"{self._statuses[run.names.index(name)].address}"
             )
         return run.names.index(name)
+
+    def _require_known(self, header: Mapping[str, Any]) -> None:
+        """ValueError where a slice stands beyond this journal: decisions are written down before
+        anybody acts on them."""
+        history, place = self.history, (header.get("epoch", 0), header.get("border", 0))
+        if history.start is not None and place > (history.epoch, history.round):
+            raise ValueError(
+                f"slice {header['name']} stands after round {place[1]}, and the coordinator's "
+                f"journal ends with round {history.round}: it is an old copy; put the newest back, "
+                "or start a new run"
+            )
 
     def _decide(self) -> None:
         while not (self._stopped or self.history.ended):
