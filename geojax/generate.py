@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.text import Text
 
 from geojax.config import ConfigError, require
-from geojax.diffusion.chat import encode_chat
+from geojax.diffusion.chat import encode_chat, outline
 from geojax.diffusion.load import DTYPES, Model, load
 from geojax.diffusion.request import Request, SamplingConfig, check
 from geojax.diffusion.sampler import Answer, Progress, Sampler
@@ -162,7 +162,8 @@ def _checked(given: Prompt, model: Model, options: GenerateOptions) -> Request:
 def _request(given: Prompt, model: Model, options: GenerateOptions) -> Request:
     if options.chat:
         chat, messages = read_chat(model.folder), [{"role": "user", "content": given.text}]
-        ids, _ = encode_chat(model, chat, messages, chat(messages, True))
+        text = chat(messages, True)
+        ids, _ = encode_chat(model, outline(chat, messages, text), messages, text)
     else:
         ids = model.encode(given.text)
     if not len(ids) and model.config.shifted:

@@ -69,6 +69,8 @@ class Work(NamedTuple):
     probes: Float[Array, ""]
     computed: Float[Array, ""]
     """All, with those that came to nothing."""
+    refreshes: Float[Array, ""]
+    """Not row-layers: how often a request's prefix was refreshed."""
 
 
 class Carry(NamedTuple):
@@ -121,7 +123,7 @@ class Denoiser:
 
         zero = jnp.zeros((), jnp.float32)
         drift = jnp.zeros(len(rows.since), jnp.float32)
-        begin = Carry(pool, canvas, rows.since, Work(*[zero] * 4), drift, jnp.int32(0))
+        begin = Carry(pool, canvas, rows.since, Work(*[zero] * 5), drift, jnp.int32(0))
         return lax.while_loop(wanted, one, begin)
 
     def _step(self, params, state: Carry, rows: Rows, rules, forbidden, end_ids) -> Carry:
@@ -252,6 +254,7 @@ class Denoiser:
             jnp.sum(jnp.where(refresh, rows.prefix * (layers - rows.depth), 0)) * 1.0,
             jnp.sum(jnp.where(watched, rows.probe_count * rows.depth, 0)) * 1.0,
             len(x) * (own * layers + probes * least + prefix_rows * (layers - least)) * 1.0,
+            jnp.sum(refresh & (rows.prefix > 0)) * 1.0,
         )
         return self._predicting(x, seen.positions - rows.prefix[:, None]), pool, work, drift
 
@@ -292,7 +295,8 @@ class Denoiser:
 
         x, pool = lax.fori_loop(0, layers, one, (x, pool))
         zero = jnp.zeros((), jnp.float32)
-        work = Work(jnp.sum(kept) * layers * 1.0, zero, zero, zero + len(x) * width * layers)
+        useful, computed = jnp.sum(kept) * layers * 1.0, zero + len(x) * width * layers
+        work = Work(useful, zero, zero, computed, zero)
         found = self._predicting(x, seen.positions - (rows.prefix + start)[:, None])
         return found, pool, work, jnp.zeros(len(x), jnp.float32)
 

@@ -89,6 +89,8 @@ class Engine:
         """Row-layers so far that requests needed; and that were computed, with those of padding and
         of prefixes that did not refresh beside others that did. Builds apart
         (`store.counts.built_rows`)."""
+        self.refreshes = 0
+        """Of prefixes, summed over requests."""
         self._used: set[Any] = set()
         self._warned: set[str] = set()
 
@@ -283,6 +285,7 @@ class Engine:
             )
         for name in self.work:
             self.work[name] += float(getattr(work, name))
+        self.refreshes += int(work.refreshes)
         for i, slot in enumerate(slots):
             row = Canvas(*(np.asarray(x)[i : i + 1] for x in canvas))
             slot.canvas = row._replace(tokens=row.tokens[:, : len(slot.job.request.tokens)])

@@ -9,11 +9,12 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
 
-from geojax.config import require
+from geojax.config import ConfigError
 from geojax.diffusion.load import Model
 
 type Ids = Int32[np.ndarray, " n"]
@@ -21,20 +22,70 @@ type Render = Callable[[Sequence[Mapping[str, str]], bool], str]
 """As `models.weights.read_chat` gives."""
 
 
+class Outline(NamedTuple):
+    """A rendered conversation, taken apart."""
+
+    stands: list[dict[str, str]]
+    """The messages, each saying what nobody can guess."""
+    between: list[str]
+    """What the template wrote itself, before, between and after what messages say."""
+    spoken: list[str]
+
+    def borders(self, render: Render, count: int) -> list[int]:
+        """Places in the text where each of the first `count` messages has ended, as far as the
+        text begins as a conversation of that many would."""
+        text, found = render(self.stands, True), []
+        shift = 0  # between the text and the one of stand-ins
+        for number in range(1, count + 1):
+            shift += len(self.spoken[number - 1]) - len(self.stands[number - 1]["content"])
+            try:
+                before = render(self.stands[:number], False)
+            except ConfigError:  # such as a template that wants turns to alternate
+                continue
+            if text.startswith(before):
+                found.append(len(before) + shift)
+        return found
+
+
+def outline(render: Render, messages: Sequence[Mapping[str, str]], text: str) -> Outline | None:
+    """Of what `messages` are rendered as; None where the template changes what they say, but for
+    white space around it."""
+    stands = [{**message, "content": secrets.token_hex(16)} for message in messages]
+    between = re.split("|".join(stand["content"] for stand in stands), render(stands, True))
+    if len(between) != len(messages) + 1 or not text.startswith(between[0]):
+        return None
+    spoken, place = list[str](), len(between[0])
+    for message, after in zip(messages, between[1:], strict=True):
+        content = message["content"]
+        said = next(
+            (s for s in (content, content.strip()) if text.startswith(s + after, place)), None
+        )
+        if said is None:
+            return None
+        spoken.append(said)
+        place += len(said) + len(after)
+    return Outline(stands, between, spoken) if place == len(text) else None
+
+
 def encode_chat(
     model: Model,
-    render: Render,
+    found: Outline | None,
     messages: Sequence[Mapping[str, str]],
     text: str,
     borders: Sequence[int] = (),
 ) -> tuple[Ids, tuple[int, ...]]:
     """Ids of `text`, which `messages` are rendered as, up to where the answer begins; and how many
-    of them lie before each of `borders`, increasing places in the text.
+    of them lie before each of `borders`, increasing places in the text. `found`: its outline.
 
     ConfigError where a message spells a special token and the template changes what messages say.
     """
     if any(_spells_special(model, message["content"]) for message in messages):
-        return _encode_parts(model, render, messages, text, borders)
+        if found is None:
+            raise ConfigError(
+                "a message spells a special token, and the chat template changes what messages "
+                "say; leave it out"
+            )
+        return _encode_parts(model, found, borders)
     ids, starts = model.encode_with_starts(text)
     return ids, _increasing(np.searchsorted(starts, borders).tolist())
 
@@ -44,28 +95,11 @@ def _spells_special(model: Model, content: str) -> bool:
 
 
 def _encode_parts(
-    model: Model,
-    render: Render,
-    messages: Sequence[Mapping[str, str]],
-    text: str,
-    borders: Sequence[int],
+    model: Model, found: Outline, borders: Sequence[int]
 ) -> tuple[Ids, tuple[int, ...]]:
     """What messages say as text, what lies between as the template wrote it."""
-    # The template shows what is its own around stand-ins that nobody can guess.
-    names = [secrets.token_hex(16) for _ in messages]
-    stands = [{**m, "content": name} for m, name in zip(messages, names, strict=True)]
-    between = re.split("|".join(names), render(stands, True))
-    parts: list[tuple[str, bool]] = []
-    whole = [message["content"] for message in messages]
-    for spoken in (whole, [content.strip() for content in whole]):
-        mixed = [x for pair in zip_longest(between, spoken, fillvalue="") for x in pair]
-        if "".join(mixed) == text:
-            parts = [(part, i % 2 == 0) for i, part in enumerate(mixed)]
-    require(
-        parts,
-        "a message spells a special token, and the chat template changes what messages say; "
-        "leave it out",
-    )
+    mixed = [x for pair in zip_longest(found.between, found.spoken, fillvalue="") for x in pair]
+    parts = [(part, i % 2 == 0) for i, part in enumerate(mixed)]
     ids: list[Ids] = []
     ends, place, left = [], 0, list(borders)
     for part, special in parts:

@@ -119,6 +119,7 @@ class _Engine(Collector):
         )
         yield self._gauge("geojax_prefixes", "Stored segments.", len(engine.store))
         yield self._count("geojax_guard_events", "Requests that stopped sharing.", engine.retreats)
+        yield self._count("geojax_refreshes", "Refreshes of prefixes.", engine.refreshes)
         yield self._count("geojax_built_tokens", "Tokens of segments built.", counts.built_rows)
         yield self._count("geojax_evictions", "Segments that made room.", counts.evictions)
         help_ = "Rows times layers needed: suffix, refreshes of prefixes, the guard's probes."

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from geojax.config import ConfigError
-from geojax.diffusion.chat import encode_chat
+from geojax.diffusion.chat import encode_chat, outline
 from geojax.diffusion.load import Model
 from geojax.models.weights import read_chat
 from geojax.serve.errors import need
@@ -60,16 +59,10 @@ class Prompts:
             f"prefix_messages {shared}: there are {len(messages)} messages",
             "prefix_messages",
         )
-        borders = []
-        for count in range(1, shared + 1):
-            try:
-                before = self._chat(messages[:count], False)
-            except ConfigError:  # such as a template that wants turns to alternate
-                continue
-            if text.startswith(before):
-                borders.append(len(before))
+        found = outline(self._chat, messages, text)
+        borders = found.borders(self._chat, shared) if found else []
         with self._lock:
-            ids, ends = encode_chat(self.model, self._chat, messages, text, borders)
+            ids, ends = encode_chat(self.model, found, messages, text, borders)
         # Nothing before the last message of the user's: what other requests began with may be.
         return Prompt(ids, ends if ends or prefix == 0 else None)
 

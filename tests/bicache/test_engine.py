@@ -293,6 +293,7 @@ def test_work_is_what_the_definitions_say():
     computed = steps * 64 * 4 + refreshes * 4 * PAGE * 2
     useful = {"suffix": steps * 24 * 4, "prefix": refreshes * 40 * 2, "probes": 0}
     assert made.work == useful | {"computed": computed}
+    assert made.refreshes == refreshes
 
 
 def test_hidden_states_have_a_budget_of_their_own():

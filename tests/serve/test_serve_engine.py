@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real engine behind HTTP: the same answers, whoever else asks; prefixes of one tenant only."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from tiny_serve import MASK, PAGE, running
+from tiny_serve import MASK, PAGE, running, wait_until
 
 from geojax.bicache.depth import Depths
 from geojax.bicache.engine import Engine, Job, Sizes
@@ -112,6 +113,54 @@ def test_a_conversation_costs_its_new_rows_only(live):
     # From the second turn on, what is built is what was new in the turn before.
     assert all(0 < b <= g - f + 1 for b, g, f in zip(built[2:], given[2:], given[1:], strict=False))
     assert sum(built) < given[-1]
+
+
+def test_every_metric_says_what_happened(live):
+    """All names, after an answer of 8 steps that shares a prefix and refreshes it every 4."""
+
+    def values():
+        lines = [n for n in live.get("/metrics").text.splitlines() if n[0] != "#"]
+        pairs = [line.rpartition(" ") for line in lines if "_bucket" not in line]
+        return {re.sub(',?model_name="tiny",?', "", n): float(v) for n, _, v in pairs}
+
+    body = ask(SHARED + "metrics", prefix_tokens=48, steps=8)
+    live.post(body, headers=ALICE)
+    before = values()
+    choice = live.post(body, headers=ALICE).json()["choices"][0]
+    wait_until(
+        lambda: (
+            values()["vllm:e2e_request_latency_seconds_count{}"]
+            > before["vllm:e2e_request_latency_seconds_count{}"]
+        )
+    )
+    after = values()
+    moved = {n: v - before.get(n, 0) for n, v in after.items() if v != before.get(n, 0)}
+    reason = f'finished_reason="{choice["finish_reason"]}"'
+    expected = {
+        "vllm:prompt_tokens_total{}": 59,
+        "vllm:prefix_cache_queries_total{}": 59,
+        "vllm:prefix_cache_hits_total{}": 48,
+        f"vllm:request_success_total{{{reason}}}": 1,
+        "geojax_shared_layers_total{}": 2,
+        "geojax_sharing_answers_total{}": 1,
+        "geojax_denoising_steps_total{}": choice["geojax"]["steps"],
+        "geojax_refreshes_total{}": 2,
+        'geojax_row_layers_total{part="suffix"}': choice["geojax"]["steps"] * 19 * 2,
+    }
+    for name in ("request_queue_time", "time_to_first_token", "e2e_request_latency"):
+        expected[f"vllm:{name}_seconds_count{{}}"] = 1
+    assert {name: moved.get(name) for name in expected} == expected
+    assert moved["vllm:generation_tokens_total{}"] <= 8
+    assert moved["geojax_quantum_seconds_count{}"] >= 1
+    assert (
+        moved["geojax_computed_row_layers_total{}"]
+        > expected['geojax_row_layers_total{part="suffix"}']
+    )
+    idle = {"vllm:num_requests_running{}", "vllm:num_requests_waiting{}"}
+    assert {after[n] for n in idle | {"vllm:kv_cache_usage_perc{}"}} == {0}
+    assert after["geojax_prefixes{}"] >= 1
+    for name in ("guard_events", "built_tokens", "evictions", "refused"):
+        assert f"geojax_{name}_total{{}}" not in moved
 
 
 def test_tenants_never_share(live):

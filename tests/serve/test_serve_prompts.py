@@ -43,6 +43,23 @@ def test_a_longer_conversation_begins_as_the_shorter_one(prompts):
     assert prompts.decode(long.ids[short.ends[0] : short.ends[1]]).endswith("Hello")
 
 
+def test_where_messages_end_is_found_without_rendering_them_again_and_again(prompts, monkeypatch):
+    render, rendered = prompts._chat, []
+
+    def counting(messages, begins_answer):
+        rendered.append(render(messages, begins_answer))
+        return rendered[-1]
+
+    turns = [f" turn {i} {'x' * 500}\n" for i in range(60)]
+    monkeypatch.setitem(prompts.__dict__, "_chat", counting)
+    found = prompts.of_chat(chat(*turns), 59)
+    assert len(found.ends) == 59
+    for count in (1, 2, 30, 59):
+        before = render(chat(*turns)[:count], False)
+        assert found.ends[count - 1] == len(prompts.model.encode(before, special=True))
+    assert sum(map(len, rendered)) < 9 * len(render(chat(*turns), True))  # it was 30 times
+
+
 def test_a_client_may_say_what_is_shared(prompts):
     messages = chat("Be brief.", "Hello", "Hi", "Why?")
     assert len(prompts.of_chat(messages, 1).ends) == 1
