@@ -520,14 +520,28 @@ for limit, number in ((full, 1), (full, 2), (most, 3)):
     journal.close()
 
 
+def closed(number, slices):
+    versions = {str(i): "v" for i in slices}
+    entry = {"kind": "round", "round": number, "merged": slices, "members": slices}
+    return entry | {"versions": versions}
+
+
+def test_a_journal_of_an_older_version_is_named():
+    history = History()
+    history.add({"kind": "start", "members": [0, 1], "facts": {}})
+    older = {"kind": "round", "round": 1, "merged": [0, 1], "members": [0, 1]}
+    with pytest.raises(ConfigError, match="round 1 of the journal names no versions"):
+        history.add(older)
+
+
 def test_states_of_undone_rounds_are_of_no_history():
     history = History()
     history.add({"kind": "start", "members": [0, 1, 2], "facts": {}})
     for number in range(1, 6):
-        history.add({"kind": "round", "round": number, "merged": [0, 1], "members": [0, 1]})
+        history.add(closed(number, [0, 1]))
     history.add({"kind": "rollback", "round": 3, "members": [0, 1, 2]})
     assert [history.holds(0, b) for b in (3, 4)] == [True, False]
-    history.add({"kind": "round", "round": 4, "merged": [0, 2], "members": [0, 2]})
+    history.add(closed(4, [0, 2]))
     assert [history.holds(e, 4) for e in (0, 1)] == [False, True]
     assert (history.last_merged(2), history.last_merged(1)) == (4, 3)
     assert [history.members_of(n) for n in (1, 2, 4)] == [(0, 1, 2), (0, 1), (0, 1, 2)]

@@ -15,7 +15,13 @@ def history_of(rounds: int, merged=(0, 1, 2)) -> History:
     history = History()
     history.add({"kind": "start", "members": [0, 1, 2], "facts": {}})
     for number in range(1, rounds + 1):
-        entry = {"kind": "round", "round": number, "merged": list(merged), "members": [0, 1, 2]}
+        entry = {
+            "kind": "round",
+            "round": number,
+            "merged": list(merged),
+            "members": [0, 1, 2],
+            "versions": {},
+        }
         history.add(entry)
     return history
 
@@ -123,11 +129,13 @@ def test_what_a_rollback_undid_is_forgotten_and_counted_anew(place):
         switch = {"kind": "switch", "epoch": 0, "round": 2, "switch_seconds": 2.0}
         ledger.take(1, switch, history)
         ledger.write(history)
-        history.add({"kind": "rollback", "round": 1, "members": [0, 1, 2]})
+        history.add({"kind": "rollback", "round": 1, "members": [0, 1, 2], "versions": {}})
         ledger.follow(history)
         assert kinds(place)[-1] == ("round", 1)
         ledger.take(0, part(2, 1.0), history)  # of the round that was undone
-        history.add({"kind": "round", "round": 2, "merged": [0], "members": [0, 1, 2]})
+        history.add(
+            {"kind": "round", "round": 2, "merged": [0], "members": [0, 1, 2], "versions": {}}
+        )
         ledger.write(history)
         assert ledger.round == 1
         ledger.take(0, part(2, 1.0) | {"epoch": 1}, history)

@@ -19,6 +19,7 @@ epoch, the number of rollbacks before it. Invariant: rounds are numbered from 1 
 from collections.abc import Mapping
 from typing import Any
 
+from geojax.config import require
 from geojax.geomesh.wan.journal import Entry
 
 
@@ -36,7 +37,7 @@ class History:
         self._rollbacks: list[int] = []
 
     def add(self, entry: Mapping[str, Any]) -> None:
-        """The next entry."""
+        """The next entry. ConfigError where an older version of geojax wrote it."""
         kind = entry["kind"]
         if kind == "stop":
             self.stopped = entry["reason"]
@@ -47,6 +48,11 @@ class History:
         if kind == "start":
             self.start = dict(entry)
         elif kind == "round":
+            require(
+                "versions" in entry,
+                f"round {entry['round']} of the journal names no versions of messages: an older "
+                "version of geojax wrote it; end that run with it, or start a new one",
+            )
             assert entry["round"] == self.round + 1, f"round {entry['round']} after {self.round}"
             self.rounds.append({**entry, "epoch": self.epoch})
         else:
