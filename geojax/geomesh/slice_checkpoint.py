@@ -35,6 +35,14 @@ class Saved(NamedTuple):
         """That it was made in."""
         return self.meta["border"] + 1
 
+    def is_of(self, epoch: int, border: int) -> bool:
+        """Whether it holds the state at that border."""
+        return (self.meta["epoch"], self.meta["border"]) == (epoch, border)
+
+    def of_another_round(self) -> "Saved":
+        """The same, where its round was undone, or is one that others have ended."""
+        return self._replace(meta=self.meta | {"mid_round": False})
+
     def in_round(self, number: int) -> bool:
         """Whether it holds work of that round."""
         return self.meta["mid_round"] and self.round == number

@@ -216,7 +216,12 @@ class SliceTrainer:
         if agreed.likely:
             self._preparer.prepare(agreed.likely, [self.worker])
         interval = self.config.checkpoint.every_rounds
-        if not first and (self.finished or (interval and self.border % interval == 0)):
+        if first:
+            there = self._saved is not None and self._saved.is_of(self.epoch, self.border)
+            due = self.finished and not there
+        else:
+            due = self.finished or (interval and self.border % interval == 0)
+        if due:
             self._save(mid_round=self.worker.sent is not None)
 
     def work(self, members: Sequence[int]) -> None:
@@ -320,6 +325,7 @@ class SliceTrainer:
             part = data[start : start + leaf.nbytes]
             leaves.append(part.view(leaf.dtype).reshape(leaf.shape).copy())
             start += leaf.nbytes
+        self._saved = self._saved and self._saved.of_another_round()
         tree = jax.tree.structure((self._outer.params, self._outer.opt_state))
         self._outer.params, self._outer.opt_state = jax.tree.unflatten(tree, leaves)
         self._digest = None

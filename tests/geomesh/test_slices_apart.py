@@ -8,6 +8,7 @@ import threading
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
 from apart import (
     BATCH,
@@ -33,6 +34,7 @@ from geojax.config import (
     ScalingConfig,
     SliceConfig,
 )
+from geojax.geomesh.slice_checkpoint import Saved
 from geojax.launch import processes
 from geojax.track.metrics import read_records
 from geojax.track.summary import check_accounting, load_run
@@ -136,6 +138,31 @@ def test_a_slice_that_starts_anew_takes_part_again(text, tmp_path, monkeypatch):
     check_accounting(run)
     assert run.rounds[-1]["tokens"] == config.train.total_tokens
     assert {r["slice"] for r in run.slices if r["round"] == len(run.rounds)} == set(REGIONS)
+
+
+@pytest.mark.runs
+def test_a_slice_that_comes_back_after_the_end_has_the_end_on_disk(text, tmp_path, monkeypatch):
+    """It was killed before it saved, and finds a run that is over."""
+    import shutil
+
+    apart = Apart(make_config(text, rounds=3), tmp_path / "apart", monkeypatch)
+    apart.go()
+    folders = [apart.folder / "slices" / name for name in REGIONS]
+    shutil.rmtree(folders[2] / "checkpoints")
+    again = Apart(apart.config, tmp_path / "apart", monkeypatch)
+    again.go()
+    saved = [read_params(folder)[0] for folder in folders]
+    for other in saved[1:]:
+        jax.tree.map(np.testing.assert_array_equal, saved[0], other)
+    records = read_records(apart.folder / "metrics.jsonl")
+    assert [r["kind"] for r in records].count("end") == 1
+
+
+def test_work_of_a_round_that_was_undone_is_not_taken_up_again():
+    saved = Saved({}, {"epoch": 0, "border": 6, "mid_round": True})
+    assert saved.in_round(7)
+    assert not saved.of_another_round().in_round(7)
+    assert saved.of_another_round().round == 7
 
 
 @pytest.mark.full

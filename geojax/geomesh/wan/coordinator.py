@@ -202,11 +202,15 @@ class Coordinator:
                 return False
         return True
 
-    @property
-    def left(self) -> bool:
-        """Whether all slices have gone."""
-        now = self._now()
-        return not any(is_alive(s, now, self._rules) for s in self._statuses.values())
+    def farewell_seconds(self) -> float:
+        """How long slices are still answered once the run has ended: not at all where all have
+        gone; for a lease where all are at its end; and longer where some come to it yet, as when
+        they are started again."""
+        found, now = self._statuses.values(), self._now()
+        if found and not any(is_alive(s, now, self._rules) for s in found):
+            return 0.0
+        there = found and all(s.phase in _AT_THE_END for s in found)
+        return self._rules.lease_seconds if there else self._rules.join_seconds
 
     def stop(self) -> None:
         """Decide nothing any more."""
@@ -341,7 +345,7 @@ class Served:
                 ended = None
             elif ended is None:
                 ended = time.monotonic()
-            elif time.monotonic() - ended > self._config.lease_seconds or self._coordinator.left:
+            elif time.monotonic() - ended > self._coordinator.farewell_seconds():
                 return True
         return False
 
