@@ -291,6 +291,7 @@ def test_cona_stopped_anywhere_takes_the_same_chain(cona, whole, tmp_path, monke
     same_end(folder, whole)
 
 
+@pytest.mark.runs
 def test_a_stopped_round_ends_where_another_strategy_goes_on(config, tmp_path, monkeypatch, seen):
     folder, run = tmp_path / "run", Program.run
 
