@@ -112,10 +112,8 @@ def decide(now: Situation, config: ConaConfig, rule: RateRule | None) -> Decisio
         kind: Kind = "fallback" if name == previous and not now.on_trial else "switch"
         return _when_ready(by_name[name], kind, reason, gain, low)
     what = f"{name} may score {gain:.3f} times as much, {low:.3f} at least"
-    tried = _trial(now, config, gains, rule, left)
-    budget = config.trial_share * (now.elapsed_seconds + left)
-    if tried and now.trial_seconds + 2 * now.switch_seconds > budget:
-        tried = None
+    tried, budget = _trial(now, config, gains, rule, left)
+    if budget is not None:
         what += f"; trials that failed have spent {now.trial_seconds:.3g} s of {budget:.3g}"
     return tried or keep(what, gain, low)
 
@@ -126,15 +124,21 @@ def _trial(
     gains: Mapping[str, tuple[float, float]],
     rule: RateRule | None,
     left: float,
-) -> Decision | None:
+) -> tuple[Decision | None, float | None]:
     """A strategy whose steps were never timed, if it would pay as it is expected to be, or if its
-    family may be far better than expected."""
+    family may be far better than expected; and the budget, in seconds, that forbade one.
+
+    What only may be better shares `trial_share` of the run; what would pay as expected has as much
+    again, so that looking around at first does not forbid it later.
+    """
     assert now.noise is not None, "asked only where noise is known"
     present = next(o for o in now.options if o.name == now.present)
-    hopes = []
+    share, spent = config.trial_share, now.trial_seconds + 2 * now.switch_seconds
+    hopes, forbade = [], None
     for option in now.options:
         if option.timed or option.name not in gains:
             continue
+        budget = share * (now.elapsed_seconds + left) * (2 if option.family_timed else 1)
         if option.family_timed:
             _, hope = _gain(option._replace(sd=0.0), present, now.noise, rule)
             why = f"as predicted it would score {hope:.3f} times as much, or more"
@@ -142,11 +146,14 @@ def _trial(
             hope = gains[option.name][0] * math.exp(TRIAL_SDS * option.sd)
             why = f"nothing like it has run yet; it may score up to {hope:.2f} times as much"
         if hope > 1 + config.margin and left * (1 - 1 / hope) > 2 * now.switch_seconds:
-            hopes.append((gains[option.name], option, why))
+            if spent <= budget:
+                hopes.append((gains[option.name], option, why))
+            else:
+                forbade = max(budget, forbade or 0.0)
     if not hopes:
-        return None
+        return None, forbade
     (gain, low), option, why = max(hopes, key=lambda h: (h[0], h[1].name))
-    return _when_ready(option, "trial", why, gain, low)
+    return _when_ready(option, "trial", why, gain, low), None
 
 
 def _when_ready(option: Known, kind: Kind, reason: str, gain: float, low: float) -> Decision:

@@ -106,7 +106,8 @@ class ConaConfig:
     """By how much the timing model may be off for a family of strategies before any of them was
     timed: a deviation of the logarithm."""
     trial_share: float = 0.005
-    """Share of the run's time that switches to and from trials that fail may take."""
+    """Share of the run's time that switches to and from trials that fail may take, where nothing
+    like them was timed; those that would pay as predicted have as much again."""
 
     def __post_init__(self):
         for name in ("global_batches", "micro_batches"):

@@ -121,6 +121,20 @@ def test_a_strategy_of_a_timed_family_is_tried_where_it_would_pay_as_predicted()
     assert act(situation(0.9 * CROSSING, options=(SMALL, guess))).kind == "keep"
 
 
+def test_looking_around_at_first_does_not_forbid_what_pays_later():
+    """A run that spent all its trials early would else stay where it was to its end."""
+    budget = 0.01 * (100 + 99_000 / 8)
+    guess = LARGE._replace(sd=0.3, timed=False)
+    strange = guess._replace(name="strange", family_timed=False)
+    now = situation(2 * CROSSING, options=(SMALL, guess, strange), trial_seconds=budget)
+    assert (act(now).kind, act(now).to) == ("trial", "large")
+    twice = replace(now, trial_seconds=2 * budget - 10)  # a trial is two switches of 5 s
+    assert (act(twice).kind, act(twice).to) == ("trial", "large")
+    over = replace(now, trial_seconds=2 * budget)
+    assert act(over).kind == "keep"
+    assert "of 250" in act(over).reason
+
+
 def test_hope_is_bounded():
     hopeless = Known("hopeless", 64, 400.0, 0.4, False, False, True)
     assert act(situation(2 * CROSSING, options=(SMALL, hopeless))).kind == "keep"
