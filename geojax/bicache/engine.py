@@ -358,6 +358,12 @@ class Engine:
             self._builds.warm(prefix, suffix, segments, between)
         return time.perf_counter() - started
 
+    def probe(self) -> None:
+        """A step of no request in the smallest size; raises where the device computes nothing."""
+        (shape, *_) = shapes_within([1], 0, 1, 1)
+        with self._lock, self.memory.keeping(self.store.forget):
+            jax.block_until_ready(self._call(shape, [], False, 1).canvas)
+
     def check_books(self, slots: Sequence[Slot] = ()) -> None:
         """Whether every page that is taken is the store's or of one of `slots`, all that are alive;
         for tests, since a leak is a fault of the engine's."""

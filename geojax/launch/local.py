@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A coordinator and all slices of a run as processes on this machine, watched.
 
-Invariant: a process that dies is started again, with growing pauses and a limited number of times;
-a slice that is given up does not end the run while the others are a quorum. However the launcher
-ends, its processes end with it, the slices' state saved where it was asked to stop.
+Invariant: a process that dies is started again, with growing pauses and a limited number of times
+in a row; a slice that is given up does not end the run while the others are a quorum. However the
+launcher ends, its processes end with it, the slices' state saved where it was asked to stop.
 """
 
 import json
@@ -25,7 +25,7 @@ from rich.text import Text
 from geojax.config import RunConfig, RunError, SliceConfig, require
 from geojax.config.files import read_config
 from geojax.geomesh.wan.decide import enough as is_quorum
-from geojax.launch.processes import ADDRESS_FILE, LAUNCHER, with_grpc
+from geojax.launch.processes import ADDRESS_FILE, JOURNAL_FILE, LAUNCHER, with_grpc
 from geojax.runs import begin_folder, stop_on_signals
 
 COORDINATOR = "coordinator"
@@ -37,7 +37,7 @@ _STOP_SECONDS = 120.0  # for slices to save
 _FAREWELL_SECONDS = 30.0  # for slices to end after the coordinator has
 _FIRST_PAUSE_SECONDS = 1.0  # before a process is started again; doubles
 _LONGEST_PAUSE_SECONDS = 30.0
-_HEALTHY_SECONDS = 600.0
+_HEALTHY_SECONDS = 600.0  # of a process, after which its earlier deaths do not count
 _USER_MISTAKE = 2  # exit code that a new start would give again
 
 
@@ -64,7 +64,7 @@ def launch_local(
     config: RunConfig, folder: Path, slices: int, restarts: int, console: Console | None = None
 ) -> bool:
     """Begin a run in a new folder; False if it was stopped before its end, saved. `restarts`: of
-    each process, before the run is given up."""
+    each process, in a row, before its slice is left away, or the run is given up."""
     config = with_grpc(config)
     require(
         slices == len(config.slices),
@@ -98,7 +98,7 @@ def _run(config: RunConfig, folder: Path, restarts: int, console: Console) -> bo
             for child in _slices(config, folder, address):
                 children[child.name] = child
                 _start(child, console, width)
-            enough = partial(is_quorum, slices=len(config.slices), rules=config.grpc)
+            enough = partial(_enough, config, folder)
             _watch(children, restarts, enough, stop, console, width)
         finally:
             _end(children)
@@ -207,10 +207,18 @@ def _watch(
             )
 
 
+def _enough(config: RunConfig, folder: Path, left: int) -> bool:
+    """Whether so many slices can go on; all are needed to begin."""
+    journal = folder / JOURNAL_FILE
+    begun = journal.exists() and journal.stat().st_size > 0
+    return begun and is_quorum(left, len(config.slices), config.grpc)
+
+
 def _slices_left(children: Mapping[str, _Child]) -> int:
-    """Those of which no process was given up."""
+    """Those of which no process was given up, or was stopped."""
     slices = {name.partition("/")[0] for name in children if name != COORDINATOR}
-    return len(slices - {c.name.partition("/")[0] for c in children.values() if c.given_up})
+    away = [c for c in children.values() if c.given_up or c.code == os.EX_TEMPFAIL]
+    return len(slices - {child.name.partition("/")[0] for child in away})
 
 
 def _start(child: _Child, console: Console, width: int) -> None:

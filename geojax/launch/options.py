@@ -59,7 +59,8 @@ class Launch(NewRun):
     """Any field of the config can be set."""
 
     restarts: int = 5
-    """New starts of each process that dies, before the run is given up."""
+    """New starts of each process that dies, in a row, before its slice is left away; or the run,
+    where the others are no quorum."""
 
 
 @dataclass(frozen=True)
@@ -69,4 +70,5 @@ class Relaunch:
     run: tyro.conf.Positional[Path]
     """Run folder."""
     restarts: int = 5
-    """New starts of each process that dies, before the run is given up."""
+    """New starts of each process that dies, in a row, before its slice is left away; or the run,
+    where the others are no quorum."""

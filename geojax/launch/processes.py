@@ -22,6 +22,7 @@ from geojax.track.console import RunConsole
 from geojax.track.metrics import MetricsWriter, check_records, read_records, write_atomically
 
 ADDRESS_FILE = "coordinator.json"
+JOURNAL_FILE = "journal.jsonl"
 LAUNCHER = "GEOJAX_LAUNCHER"
 """Environment variable: the process that started this one, and whose end is this one's."""
 
@@ -64,7 +65,7 @@ def coordinate(config: RunConfig, folder: Path, console: Console | None = None) 
     with ExitStack() as stack:
         stop = stack.enter_context(_stop())
         stack.enter_context(alone(folder))
-        journal = Journal(folder / "journal.jsonl")
+        journal = Journal(folder / JOURNAL_FILE)
         stack.callback(journal.close)
         path = folder / "metrics.jsonl"
         metrics = stack.enter_context(MetricsWriter(path))

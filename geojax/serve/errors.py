@@ -45,7 +45,8 @@ class ApiError(Exception):
             found["Retry-After"] = str(max(1, round(self.retry_seconds)))
         if self.status == 401:
             found["WWW-Authenticate"] = "Bearer"
-        if self.status == 504:  # the same again would take as long; OpenAI's client heeds this
+        # The same again would end the same way; OpenAI's client heeds this.
+        if self.status == 504 or self.code == "failed":
             found["x-should-retry"] = "false"
         return found
 

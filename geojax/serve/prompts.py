@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
+from geojax.config import ConfigError
 from geojax.diffusion.chat import encode_chat, outline
 from geojax.diffusion.load import Model
 from geojax.models.weights import read_chat
@@ -60,11 +61,26 @@ class Prompts:
             "prefix_messages",
         )
         found = outline(self._chat, messages, text)
-        borders = found.borders(self._chat, shared) if found else []
+        if found:
+            borders = found.borders(self._chat, shared)
+        else:
+            borders = self._borders(messages, shared, text)
         with self._lock:
             ids, ends = encode_chat(self.model, found, messages, text, borders)
         # Nothing before the last message of the user's: what other requests began with may be.
         return Prompt(ids, ends if ends or prefix == 0 else None)
+
+    def _borders(self, messages: Sequence[_Message], count: int, text: str) -> list[int]:
+        """As `Outline.borders`, of a template that changes what messages say."""
+        found = []
+        for number in range(1, count + 1):
+            try:
+                before = self._chat(messages[:number], False)
+            except ConfigError:
+                continue
+            if text.startswith(before):
+                found.append(len(before))
+        return found
 
     def encode(self, text: str, field: str = "prompt") -> Int32[np.ndarray, " n"]:
         """`field`: the request's, for an ApiError."""

@@ -26,8 +26,6 @@ from geojax.serve.ticket import Ticket, View
 from geojax.serve.waiting import Waiting
 
 log = logging.getLogger("geojax.serve")
-_MOST_FAILURES = 3
-"""Calls of the engine in a row, after which nothing more is expected of it."""
 
 
 class Rows:
@@ -48,8 +46,6 @@ class Rows:
         self._waiting, self._lock = waiting, lock
         self._running: dict[Ticket, Slot] = {}
         self._growing: list[Ticket] = []
-        self._failures = 0
-        """Calls of the engine that failed, since one that did not."""
         self._quantum = Quantum(pace.quantum_seconds, max(engine.policy.every, 16))
 
     def __len__(self) -> int:
@@ -109,10 +105,8 @@ class Rows:
                 ticket.end(error=ApiError(400, str(error)))
                 continue
             except Exception:
-                if self._lost():
-                    raise
-                self._take_away(ticket)
                 self._tell([ticket])
+                self._take_away(ticket)
                 continue
             ticket.blocked = None
             with self._lock:
@@ -174,28 +168,21 @@ class Rows:
         try:
             self.engine.run(slots, steps)
         except Exception:
-            if self._lost():
-                raise
+            self._tell(tickets)
             for ticket in tickets:
                 self.leave(ticket)
-            self._tell(tickets)
             return
-        self._failures = 0
         took = [int(s.canvas.steps[0]) - b for s, b in zip(slots, before, strict=True)]
         self._quantum.learn(shape, max(took), time.monotonic() - began)
         self.metrics.on_quantum(sum(took), time.monotonic() - began)
         for ticket, slot in zip(tickets, slots, strict=True):
             self._show(ticket, slot)
 
-    def _lost(self) -> bool:
-        """A call of the engine ended in an error, as where the device's memory is too small for one
-        size; whether that is so of all calls of late."""
-        self._failures += 1
-        return self._failures >= _MOST_FAILURES
-
     def _tell(self, tickets: Sequence[Ticket]) -> None:
-        """Of an error in a call for them alone; others go on."""
+        """Of an error in a call for them alone, as where the device's memory is too small for its
+        size; others go on. Raises where the engine can compute nothing any more."""
         log.exception("a call of the engine failed; who was in it is told")
+        self.engine.probe()
         for ticket in tickets:
             ticket.end(error=ApiError(500, "the engine could not compute this answer", "failed"))
 

@@ -391,6 +391,27 @@ def test_a_slice_that_lives_and_never_ends_is_not_waited_for_for_ever():
     assert [s.phase for s in world.slices if s.index != 2] == ["done"] * 3
 
 
+def test_who_was_done_and_vanished_ends_no_run_that_went_back():
+    """The others lost the last round before they applied it, and train it again."""
+    world = World(4, rounds=8)
+    while not all(s.border == 7 and s.phase == "waiting" and s.began for s in world.slices):
+        world.pass_seconds(1)
+    for s in world.slices[1:]:
+        s.stuck = True
+    while world.slices[0].phase != "done":
+        world.pass_seconds(1)
+    for s in world.slices:
+        s.alive = False
+    for s in world.slices[1:]:
+        s.restart()
+    world.pass_seconds(100)
+    kinds = [e["kind"] for e in world.coordinators[0]._journal.entries]
+    assert "rollback" in kinds
+    assert kinds[-1] == "end"
+    assert world.coordinators[0].history.round == 8
+    assert [s.phase for s in world.slices[1:]] == ["done"] * 3
+
+
 def test_a_run_that_has_ended_is_over_for_a_coordinator_that_is_started_again():
     world = World(4, rounds=6)
     world.pass_seconds(60)

@@ -130,13 +130,24 @@ def test_who_hangs_is_started_again_and_who_was_stopped_is_not(monkeypatch, caps
         local._start(child, console, 3)
     try:
         with pytest.raises(RunError, match=r"(a|b/0) ended .* after 2 new starts; its last"):
-            local._watch(children, 2, lambda left: left >= 4, stop, console, 3)
+            local._watch(children, 2, lambda left: left >= 3, stop, console, 3)
     finally:
         local._end(children)
     assert {n: c.restarts for n, c in children.items() if c.restarts} == {"a": 2, "b/0": 2}
     said = capsys.readouterr().out
-    assert said.count("; the others go on without it") == 1  # four of five slices are left then
+    assert (
+        said.count("; the others go on without it") == 1
+    )  # with one stopped, three of five are left
     assert children["c"].code == 75
+
+
+def test_a_run_that_has_not_begun_needs_all_slices(tmp_path):
+    config = load_config("demo-geomesh")
+    assert len(config.slices) == 4
+    assert not local._enough(config, tmp_path, 3)
+    (tmp_path / "journal.jsonl").write_text("{}\n")
+    assert local._enough(config, tmp_path, 3)
+    assert not local._enough(config, tmp_path, 2)
 
 
 @pytest.fixture(scope="module")

@@ -77,6 +77,10 @@ class QuickEngine(Engine):
         self.fails = False
         self.steps_run = 0
 
+    def probe(self):
+        if self.fails:
+            raise RuntimeError("the device is lost")
+
     def run(self, slots, steps=None):
         if self.fails:
             raise RuntimeError("the device is lost")

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from geojax.config import GrpcConfig
-from geojax.geomesh.wan.decide import LOOKING, Status, decide, is_alive
+from geojax.geomesh.wan.decide import LOOKING, Status, at_border, decide, is_alive
 from geojax.geomesh.wan.history import History
 from geojax.geomesh.wan.journal import Entry, Journal
 from geojax.geomesh.wan.ledger import Ledger
@@ -185,15 +185,18 @@ class Coordinator:
     def _all_done(self) -> bool:
         """Whether every slice has reached the end of the run; one that says nothing for long, or
         nothing new since another has, is not waited for."""
-        first = min(
-            (s.since for s in self._statuses.values() if s.phase in _AT_THE_END), default=None
-        )
-        if first is None:
+        there = {
+            index: status
+            for index, status in self._statuses.items()
+            if status.phase in _AT_THE_END and at_border(status, self.history)
+        }
+        if not there:
             return False
+        first = min(status.since for status in there.values())
         now, rules = self._now(), self._rules
         for index in range(len(self._run.names)):
             status = self._statuses.get(index)
-            if status and status.phase in _AT_THE_END:
+            if index in there:
                 continue
             heard = status.seen if status else self._began
             if status and is_alive(status, now, rules):
@@ -206,11 +209,14 @@ class Coordinator:
         """How long slices are still answered once the run has ended: not at all where all have
         gone; for a lease where all are at its end; and longer where some come to it yet, as when
         they are started again."""
-        found, now = self._statuses.values(), self._now()
+        with self._changed:
+            found, now = list(self._statuses.values()), self._now()
         if found and not any(is_alive(s, now, self._rules) for s in found):
             return 0.0
         there = found and all(s.phase in _AT_THE_END for s in found)
-        return self._rules.lease_seconds if there else self._rules.join_seconds
+        if there or self.history.stopped is not None:
+            return self._rules.lease_seconds
+        return self._rules.join_seconds
 
     def stop(self) -> None:
         """Decide nothing any more."""
@@ -261,6 +267,7 @@ class Coordinator:
             )
 
     def _decide(self) -> None:
+        decided = False
         while not (self._stopped or self.history.ended):
             entry = decide(
                 self._now(),
@@ -271,10 +278,11 @@ class Coordinator:
                 len(self._run.names),
                 self._rules,
             )
-            if entry is None and self._all_done():
+            if entry is None and not decided and self._all_done():
                 entry = {"kind": "end", "round": self.history.round}
             if entry is None:
                 return
+            decided = True
             before = set(self.history.members)
             self._journal.append(entry)
             self.history.add(entry)

@@ -192,7 +192,7 @@ def _close(
     rules: GrpcConfig,
 ) -> Entry | None:
     members = history.members
-    here = [alive[i] for i in members if i in alive and _at_border(alive[i], history)]
+    here = [alive[i] for i in members if i in alive and at_border(alive[i], history)]
     reported = {s.slice: s for s in here if s.phase == "waiting" and s.epoch == history.epoch}
     took = {i: s.since - max(opened, s.worked) for i, s in reported.items()}
     on_time = opened > began  # a round that was open when this coordinator began has no times
@@ -253,7 +253,7 @@ def _close(
         "busy": any(i in alive and alive[i].phase == "busy" for i in members),
     }
     longest = {"messages": _delivery_seconds(reported), "busy": max(busied, default=None)}
-    joining = [i for i, s in alive.items() if s.phase == "standby" and _at_border(s, history)]
+    joining = [i for i, s in alive.items() if s.phase == "standby" and at_border(s, history)]
     return {
         "kind": "round",
         "round": history.round + 1,
@@ -277,7 +277,7 @@ def _reopen(
     history: History, alive: Mapping[int, Status], slices: int, rules: GrpcConfig
 ) -> Entry | None:
     """The round once more, where its members are too few by now, with whoever has come back."""
-    standing = [i for i, s in alive.items() if s.phase != "done" and _at_border(s, history)]
+    standing = [i for i, s in alive.items() if s.phase != "done" and at_border(s, history)]
     if set(standing) <= set(history.members) or not enough(len(standing), slices, rules):
         return None
     return {"kind": "rollback", "round": history.round, "members": sorted(standing)}
@@ -300,7 +300,8 @@ def _has(status: Status, sender: Status) -> bool:
     return sender.sent in status.received.get(sender.slice, ())
 
 
-def _at_border(status: Status, history: History) -> bool:
+def at_border(status: Status, history: History) -> bool:
+    """Whether it holds the newest state."""
     return status.border == history.round and history.holds(status.epoch, status.border)
 
 

@@ -155,6 +155,12 @@ class Member:
                 self._raise_failure()
                 if self.history.stopped:
                     raise RunError(self.history.stopped)
+                silent = time.monotonic() - self._heard
+                if self.history.ended and silent > self._config.join_seconds:
+                    raise RunError(
+                        "the run is over, and nobody is there to give its state to this slice; "
+                        "start coordinator and slices again"
+                    )
                 if self._stop.is_set():
                     raise Stopped
                 self._beat()
@@ -194,6 +200,8 @@ class Member:
 
     def collect(self, number: int) -> list[Message | None]:
         with self._changed:
+            if number > self.history.round:  # it was undone
+                raise Overtaken
             entry = self.history.rounds[number - 1]
             epoch, merged, versions = entry["epoch"], entry["merged"], entry["versions"]
             self._mail.prune(epoch, number + 1 - self._kept_rounds)

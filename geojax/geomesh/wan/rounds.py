@@ -173,7 +173,7 @@ def _by_state(member: Seat, replica: Replica, history: History, valid: bool) -> 
         member.say("a peer's state was damaged on the way")
         replica.epoch, replica.border = -1, 0  # of no history
         return
-    replica.epoch, replica.border = history.epoch, offer.border
+    replica.epoch, replica.border = offer.epoch, offer.border
     member.say(f"took the shared state after round {offer.border} from a peer")
 
 
