@@ -194,6 +194,7 @@ def history(*merged):
         facts = {str(i): {"steps": 10, "noise": {}} for i in row_}
         found.add(
             {"kind": "round", "round": number, "merged": row_, "members": [0, 1], "facts": facts}
+            | {"versions": {}}
         )
     return found
 
@@ -393,6 +394,7 @@ def test_a_run_is_judged_by_its_files(tmp_path, monkeypatch):
     place = write_run(tmp_path / "run", clock="measured")
     (place / "lab.json").write_text('{"closed_seconds": [9, 10, 11, 15, 17, 18]}')
     ended = {"kind": "round", "round": 1, "merged": [0, 1], "members": [0, 1], "facts": {}}
+    ended |= {"versions": {}}
     entries = [{"kind": "start", "members": [0, 1], "facts": {}}, ended]
     (place / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries) + "{torn")
     moment = replace(MOMENT, name=FIRST)
