@@ -104,6 +104,7 @@ def test_looking_costs_a_twentieth_of_a_refresh_whatever_the_request():
     assert guard.count(128, 896, 16, 32) == guard.rows
 
 
+@pytest.mark.runs
 def test_a_spoilt_prefix_is_noticed_and_the_answer_is_as_without_it(sampler, guard):
     engine = Engine(sampler, get_policy("bicache", EVERY), SIZES, DEPTHS, guard=guard)
     spoilt = np.arange(len(JOBS)) % 3 == 0

@@ -205,6 +205,7 @@ def test_a_state_that_takes_many_rounds_is_made_newer_by_messages(world, monkeyp
     assert_each_sample_once(run.replicas)
 
 
+@pytest.mark.runs
 def test_a_peer_that_hangs_keeps_nobody_from_coming_back(world, monkeypatch):
     described = Member._described
 

@@ -73,6 +73,7 @@ with dog(first_seconds=0.4):
     assert "since the start" in err
 
 
+@pytest.mark.runs
 def test_the_limit_follows_the_pace_of_the_run(tmp_path):
     # Steps of 1 s: a gap of 1.5 s is above the minimum and far below 3 x 1.
     body = """

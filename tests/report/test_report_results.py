@@ -107,7 +107,11 @@ def _cona():
     ratios = {n: [Reached(r, r < 2)] * len(SHARES) for n, r in (("CONA", 1.0), ("other", 2.5))}
     change = Change(8, math.inf, None, 0.1, (1.0, 0.5, None), None, "it pays", "earlier")
     sums = {"CONA": 30.0, "other": 40.0}
-    found = Figures("gpt", 0, ratios, sums, {"8": 31.0}, sums, None, 2, 1, 0.01, [change], ["gb4"])
+    worth = {"8": (1.0, 1.1)}
+    oracle = ("", [], [])
+    found = Figures(
+        *("gpt", 0, ratios, sums, {"8": 31.0}, worth, sums, *oracle, 2, 1, 0.01, [change], ["gb4"])
+    )
     content = {"demands": {}, "results": [_result(found)]}
     return content, [method_table([found]), demand_table([found]), change_table(found)], 0
 
