@@ -62,7 +62,13 @@ def kept(worker):
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("slices", [AFTER, BEFORE[:1]], ids=["more", "fewer"])
+@pytest.mark.parametrize(
+    "slices",
+    [
+        pytest.param(AFTER, id="more"),
+        pytest.param(BEFORE[:1], id="fewer", marks=pytest.mark.full),
+    ],
+)
 def test_what_is_shared_goes_on_and_no_sample_is_missed(
     slices, config, trainers, tmp_path, monkeypatch, capsys
 ):

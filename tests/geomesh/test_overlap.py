@@ -271,7 +271,7 @@ def test_a_slice_that_was_left_out_begins_from_what_is_shared(text, tmp_path, mo
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("overlap", [0.0, 0.5])
+@pytest.mark.parametrize("overlap", [pytest.param(0.0, marks=pytest.mark.full), 0.5])
 def test_measured_waits_do_not_have_evaluations_in_them(text, tmp_path, monkeypatch, overlap):
     """One slice evaluates for 2 seconds more than the others, after each round."""
 

@@ -158,12 +158,13 @@ def test_messages_that_come_while_a_slice_begins_to_wait_count(world):
     assert [e["merged"] for e in run.coordinator.history.rounds] == [[0, 1]] * 3
 
 
-LONGER = pytest.mark.runs
-
-
 @pytest.mark.parametrize(
     ("victim", "ahead"),
-    [(0, 0.0), pytest.param(2, 0.0, marks=LONGER), pytest.param(1, 0.5, marks=LONGER)],
+    [
+        (0, 0.0),
+        pytest.param(2, 0.0, marks=pytest.mark.full),
+        pytest.param(1, 0.5, marks=pytest.mark.full),
+    ],
 )
 def test_a_slice_that_dies_is_left_out_and_comes_back_with_the_state_of_a_peer(
     world, victim, ahead
@@ -192,7 +193,7 @@ def test_a_state_that_takes_many_rounds_is_made_newer_by_messages(world, monkeyp
         return reply, parts
 
     monkeypatch.setattr(Member, "_give_state", slowly)
-    run = world(3, 90, seconds=0.05)
+    run = world(3, 70, seconds=0.05)
     for i in range(3):
         run.start(i)
     wait_for_round(run, 3)
@@ -259,7 +260,7 @@ def test_the_coordinator_may_die_and_come_back(world, ahead):
     assert_each_sample_once(run.replicas)
 
 
-@pytest.mark.parametrize("ahead", [0.0, pytest.param(1.0, marks=LONGER)])
+@pytest.mark.parametrize("ahead", [0.0, pytest.param(1.0, marks=pytest.mark.full)])
 def test_a_stuck_slice_is_left_out_by_a_deadline_and_comes_back(world, ahead):
     run = world(3, 70, seconds=0.05, ahead=ahead)
     release = threading.Event()
