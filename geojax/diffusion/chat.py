@@ -8,7 +8,7 @@ whatever it spells, so that nobody can end another's turn or speak as the system
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -34,17 +34,27 @@ class Outline(NamedTuple):
     def borders(self, render: Render, count: int) -> list[int]:
         """Places in the text where each of the first `count` messages has ended, as far as the
         text begins as a conversation of that many would."""
-        text, found = render(self.stands, True), []
-        shift = 0  # between the text and the one of stand-ins
-        for number in range(1, count + 1):
-            shift += len(self.spoken[number - 1]) - len(self.stands[number - 1]["content"])
-            try:
-                before = render(self.stands[:number], False)
-            except ConfigError:  # such as a template that wants turns to alternate
-                continue
-            if text.startswith(before):
-                found.append(len(before) + shift)
-        return found
+        said = zip(self.spoken, self.stands, strict=True)
+        # Between the text and the one of stand-ins, after each message.
+        shifts = list(accumulate(len(spoken) - len(stand["content"]) for spoken, stand in said))
+        ends = ends_of(render, self.stands, render(self.stands, True), count)
+        return [end + shifts[number - 1] for number, end in ends]
+
+
+def ends_of(
+    render: Render, messages: Sequence[Mapping[str, str]], text: str, count: int
+) -> list[tuple[int, int]]:
+    """Numbers of messages, up to `count`, with which `text` begins as a conversation of that many
+    would, and where each ends."""
+    found = []
+    for number in range(1, count + 1):
+        try:
+            before = render(messages[:number], False)
+        except ConfigError:  # such as a template that wants turns to alternate
+            continue
+        if text.startswith(before):
+            found.append((number, len(before)))
+    return found
 
 
 def outline(render: Render, messages: Sequence[Mapping[str, str]], text: str) -> Outline | None:

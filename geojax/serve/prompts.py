@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from geojax.config import ConfigError
-from geojax.diffusion.chat import encode_chat, outline
+from geojax.diffusion.chat import encode_chat, ends_of, outline
 from geojax.diffusion.load import Model
 from geojax.models.weights import read_chat
 from geojax.serve.errors import need
@@ -64,23 +63,11 @@ class Prompts:
         if found:
             borders = found.borders(self._chat, shared)
         else:
-            borders = self._borders(messages, shared, text)
+            borders = [end for _, end in ends_of(self._chat, messages, text, shared)]
         with self._lock:
             ids, ends = encode_chat(self.model, found, messages, text, borders)
         # Nothing before the last message of the user's: what other requests began with may be.
         return Prompt(ids, ends if ends or prefix == 0 else None)
-
-    def _borders(self, messages: Sequence[_Message], count: int, text: str) -> list[int]:
-        """As `Outline.borders`, of a template that changes what messages say."""
-        found = []
-        for number in range(1, count + 1):
-            try:
-                before = self._chat(messages[:number], False)
-            except ConfigError:
-                continue
-            if text.startswith(before):
-                found.append(len(before))
-        return found
 
     def encode(self, text: str, field: str = "prompt") -> Int32[np.ndarray, " n"]:
         """`field`: the request's, for an ApiError."""

@@ -131,6 +131,17 @@ def wait_for_round(world, number):
             threading.Event().wait(0.005)
 
 
+def go_with_one_away(run, victim, before_it_is_back=lambda: None):
+    """Until it is started again, when nobody has the messages any more that it lacks."""
+    for i in range(run.slices):
+        run.start(i)
+    wait_for_round(run, 3)
+    run.stop(victim)
+    wait_for_round(run, 4 + KEPT_ROUNDS)
+    before_it_is_back()
+    run.replace(victim)
+
+
 @pytest.mark.parametrize("ahead", [0.0, 0.5, 1.0])
 def test_an_undisturbed_run_merges_all_slices_in_every_round(world, ahead):
     run = world(3, 10, ahead=ahead, settings=PATIENT)
@@ -170,12 +181,7 @@ def test_a_slice_that_dies_is_left_out_and_comes_back_with_the_state_of_a_peer(
     world, victim, ahead
 ):
     run = world(3, 80, seconds=0.05, ahead=ahead)
-    for i in range(3):
-        run.start(i)
-    wait_for_round(run, 3)
-    run.stop(victim)
-    wait_for_round(run, 4 + KEPT_ROUNDS)  # whose messages nobody has any more
-    run.replace(victim)
+    go_with_one_away(run, victim)
     run.finish()
     merged = [victim in e["merged"] for e in run.coordinator.history.rounds]
     assert not all(merged)
@@ -194,12 +200,7 @@ def test_a_state_that_takes_many_rounds_is_made_newer_by_messages(world, monkeyp
 
     monkeypatch.setattr(Member, "_give_state", slowly)
     run = world(3, 70, seconds=0.05)
-    for i in range(3):
-        run.start(i)
-    wait_for_round(run, 3)
-    run.stop(1)
-    wait_for_round(run, 4 + KEPT_ROUNDS)
-    run.replace(1)
+    go_with_one_away(run, 1)
     run.finish()
     assert run.replicas[1].adopted >= 1
     assert any(1 in e["merged"] for e in run.coordinator.history.rounds[-20:])
@@ -216,13 +217,7 @@ def test_a_peer_that_hangs_keeps_nobody_from_coming_back(world, monkeypatch):
         return described(member)
 
     run = world(4, 120, seconds=0.05)
-    for i in range(4):
-        run.start(i)
-    wait_for_round(run, 3)
-    run.stop(3)
-    wait_for_round(run, 4 + KEPT_ROUNDS)
-    monkeypatch.setattr(Member, "_described", hangs)
-    run.replace(3)
+    go_with_one_away(run, 3, lambda: monkeypatch.setattr(Member, "_described", hangs))
     run.finish()
     assert any(3 in e["merged"] for e in run.coordinator.history.rounds[-20:])
     assert_each_sample_once(run.replicas)

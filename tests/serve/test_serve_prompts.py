@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tiny_serve import NAMES
 
 from geojax.config import ConfigError
+from geojax.diffusion.chat import outline
 from geojax.serve.errors import ApiError
 from geojax.serve.prompts import Prompts
 
@@ -58,6 +59,20 @@ def test_where_messages_end_is_found_without_rendering_them_again_and_again(prom
         before = render(chat(*turns)[:count], False)
         assert found.ends[count - 1] == len(prompts.model.encode(before, special=True))
     assert sum(map(len, rendered)) < 9 * len(render(chat(*turns), True))  # it was 30 times
+
+
+def test_a_template_that_changes_what_is_said_keeps_its_borders(prompts, monkeypatch):
+    render = prompts._chat
+
+    def shouting(messages, begins_answer):
+        loud = [{**m, "content": m["content"].replace("l", "L")} for m in messages]
+        return render(loud, begins_answer)
+
+    messages = chat("Be brief.", "Hello", "Hi", "Why?")
+    plain = prompts.of_chat(messages, 3).ends
+    monkeypatch.setitem(prompts.__dict__, "_chat", shouting)
+    assert outline(shouting, messages, shouting(messages, True)) is None
+    assert prompts.of_chat(messages, 3).ends == plain
 
 
 def test_a_client_may_say_what_is_shared(prompts):
