@@ -7,8 +7,9 @@ The server is a process of its own with a small random model. Its capacity is me
 requests arrive at twice that rate, whatever becomes of them. Tokens are long words, so that a slow
 reader's canvases do not fit into what sockets hold. Fails (exit code 1) where a request is stuck,
 an answer is neither an answer nor an error of the client's making, the server's counts are not the
-clients', it never had to wait for a slow reader, or its memory grows by more than 5 % after the
-first third.
+clients', it never had to wait for a slow reader, its memory grows by more than 5 % after the first
+third, or when all clients have gone it has more files open than before them, or more threads than
+its pool may keep.
 """
 
 import argparse
@@ -32,6 +33,7 @@ import httpx2
 from geojax.track.environment import machine
 
 LONGEST_SECONDS = 60.0  # until whoever has no answer is stuck
+POOL = 40  # threads that anyio starts for calls that block, and keeps
 WORD = 2000  # characters of a token
 WAITED_SECONDS = 0.1  # for a reader to take an event: it is slow
 KINDS = {"whole": 30, "stream": 30, "leaves": 15, "slow": 8, "late": 5, "broken": 7, "huge": 5}
@@ -120,8 +122,11 @@ class Clients:
         self.statuses: Counter[int] = Counter()
         self.answers = self.tokens = self.given = self.unknown = self.sent = 0
         self.faults: list[str] = []
-        self.client = httpx2.AsyncClient(
-            base_url=url,
+        self.client = self.connect()
+
+    def connect(self) -> httpx2.AsyncClient:
+        return httpx2.AsyncClient(
+            base_url=self.url,
             timeout=LONGEST_SECONDS,
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=32),
         )
@@ -249,6 +254,9 @@ async def soak(url: str, process: int, seconds: float, seed: int) -> list[str]:
     clients = Clients(url, seed)
     while (await clients.client.get("/ready")).status_code != 200:
         await asyncio.sleep(0.2)
+    await clients.client.aclose()
+    held = held_by(process)
+    clients.client = clients.connect()
     began = time.monotonic()
     while time.monotonic() - began < min(5.0, seconds / 6):
         await asyncio.gather(*(clients.one("whole") for _ in range(8)))
@@ -290,6 +298,15 @@ async def soak(url: str, process: int, seconds: float, seed: int) -> list[str]:
     if growth > 0.05:
         faults.append(f"memory grew by {growth:.1%}")
     await clients.client.aclose()
+    end = time.monotonic() + 10
+    while (left := held_by(process))["fd"] > held["fd"] and time.monotonic() < end:
+        await asyncio.sleep(0.1)
+    print(
+        f"open files of the server: {held['fd']} before, {left['fd']} after; "
+        f"threads: {held['task']}, {left['task']}"
+    )
+    if left["fd"] > held["fd"] or left["task"] > held["task"] + POOL:
+        faults.append("files or threads were left")
     return faults
 
 
@@ -320,6 +337,11 @@ def compare(clients: Clients, found: dict[str, float]) -> list[str]:
 def rss_bytes(process: int) -> int:
     pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def held_by(process: int) -> dict[str, int]:
+    """Files that it has open (`fd`), and its threads (`task`)."""
+    return {kind: len(os.listdir(f"/proc/{process}/{kind}")) for kind in ("fd", "task")}
 
 
 def main() -> int:

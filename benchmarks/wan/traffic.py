@@ -26,7 +26,7 @@ class Report:
     """Bytes over a session, all slices together."""
 
     reported_bytes: int
-    """Messages, by the run's records."""
+    """To peers, by the run's records: messages, and what was sent again or for others."""
     exchange_payload_bytes: int
     """TCP payload between slices."""
     control_payload_bytes: int
@@ -49,7 +49,7 @@ class Report:
     def lines(self) -> list[str]:
         framed = framing_bytes(self.reported_bytes)
         return [
-            f"reported by the run:      {self.reported_bytes:>12,} bytes of messages",
+            f"reported by the run:      {self.reported_bytes:>12,} bytes to peers",
             f"TCP payload, exchange:    {self.exchange_payload_bytes:>12,} bytes, "
             f"{self.payload_excess:+.2%} over what is reported",
             f"interfaces, exchange:     {self.exchange_interface_bytes:>12,} bytes, "
@@ -78,7 +78,7 @@ def traffic_report(
 ) -> Report:
     """Of the rounds after `first_round`."""
     reported = sum(
-        r["sent_bytes"] for r in records if r["kind"] == "slice" and r["round"] > first_round
+        r["peer_bytes"] for r in records if r["kind"] == "slice" and r["round"] > first_round
     )
     sent = {(a, b): after[a].sent[b] - before[a].sent[b] for a, b in world.links}
     exchange, control = (

@@ -71,6 +71,8 @@ class Build:
             def attend(pool, q, k, v):
                 own = (k, v, seen[None])
                 mixed = attend_paged(q, pool.k, pool.v, parents[layer], parent_counts, own)
+                # Read, then written: else XLA copies the whole pool, for it may do both at once.
+                mixed, pool = lax.optimization_barrier((mixed, pool))
                 return mixed, write_kv(pool, kv[layer], zero, k, v, kept)
 
             return run_layer(self.model, params, layer, x, places, rotary, pool, attend)
@@ -153,6 +155,13 @@ class Builds:
     def _run(self, own: int, behind: int, room: int, masks: int, entry: Entry | None) -> None:
         """Fill an entry of up to `own` pages after up to `behind`, before `masks` of at most
         `room`; no entry: compile that."""
+        self.used.add((own, behind, room))
+        with self._memory.keeping(self._store.forget):
+            given = self._given(own, behind, room, masks, entry)
+            self._memory.pool = _compiled(self._program)(*given)
+
+    def _given(self, own: int, behind: int, room: int, masks: int, entry: Entry | None) -> tuple:
+        """What a program takes, as for `_run`."""
         memory, depth = self._memory, self._store.depth
         tokens = np.full((1, own * memory.page + room), self._sampler.mask_id, np.int32)
         table, counts = np.zeros((depth, 1, behind), np.int32), np.zeros((1, behind), np.int32)
@@ -169,9 +178,6 @@ class Builds:
                 table[:, 0, : parents.shape[1]] = parents
                 there = np.concatenate([page_counts(e.rows, memory.page) for e in before])
                 counts[0, : len(there)] = there
-        self.used.add((own, behind, room))
         places = (np.int32(first), np.int32(rows), np.int32(rows + masks))
-        with memory.keeping(self._store.forget):
-            memory.pool = _compiled(self._program)(
-                self._sampler.params, memory.pool, tokens, *places, table, counts, kv, hidden
-            )
+        params = self._sampler.params
+        return params, memory.pool, tokens, *places, table, counts, kv, hidden

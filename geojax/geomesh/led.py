@@ -47,6 +47,10 @@ class Led:
     def unwritten(self) -> list[dict[str, Any]]:
         return self._member.unwritten if self._member else []
 
+    @property
+    def sent_bytes(self) -> int:
+        return self._member.sent_bytes if self._member else 0
+
     def snapshot(self) -> History:
         self._ask("snapshot", lambda member: None)
         return self.history.copy()

@@ -55,6 +55,8 @@ class SliceRecords:
         """Of the last exchange, measured."""
         self.wall_before = 0.0
         """Real time before this process."""
+        self._sent_before = 0
+        """Bytes to peers that the last record counted."""
         self._began = time.perf_counter()
 
     def begin(self, member: Seat, console: RunConsole) -> None:
@@ -93,6 +95,9 @@ class SliceRecords:
         line["samples"] = agreed.data.merged
         sent = wire_bytes("gather", len(closed.members), self._message_bytes)
         mine = part_record(worker, contribution, sent, self._traffic, part, waited, busy)
+        sent_bytes = self._member.sent_bytes
+        mine["slice"]["peer_bytes"] = sent_bytes - self._sent_before
+        self._sent_before = sent_bytes
         mine["slice"]["took"] = [[part.start, part.stop] for part in work.share]
         self.tell("slice", number, line=line, **mine)
         if worker.ended.skipped:

@@ -7,6 +7,7 @@ a ticket that is gone, from the next border of a quantum on.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ State = Literal["warming", "ready", "draining", "dead", "stopped"]
 Warm = Callable[[Callable[[str], None]], None]
 """A warm-up, which says how far it is."""
 _GATHER_SECONDS, _GAP_SECONDS = 0.02, 0.001
+_BACK_SHARE, _MOST_BACK_SECONDS = 0.05, 0.1
+"""After answers, until their clients are not expected any more: of an answer's time; at most."""
 _DEAD = "the engine has stopped; this server answers nothing any more"
 
 
@@ -49,6 +52,8 @@ class EngineLoop:
         self._busy_since: float | None = None
         self._some_left = False
         """Whether a ticket left at the last border."""
+        self._left, self._crowd = -math.inf, 0
+        """When one last did, and how many had run together until then."""
         self._thread = threading.Thread(target=self._main, name="geojax engine", daemon=True)
         self._warm: Warm | None = None
         metrics.watch(self)
@@ -190,16 +195,25 @@ class EngineLoop:
         running = len(self._rows)
         self._rows.run()
         self._some_left = len(self._rows) < running
+        if self._some_left:
+            self._left, self._crowd = time.monotonic(), running
         self._busy_since = None
         return True
 
     def _gather(self) -> None:
         """Wait a moment for those that come together: begun together, they refresh together.
 
-        A client whose answer has ended may be about to ask again."""
+        Clients whose answers have ended may be about to ask again: where half of the rows or more
+        were theirs, they are given longer."""
         end, before = time.monotonic() + _GATHER_SECONDS, -1
-        while time.monotonic() < end and len(self.waiting) + len(self._rows) < self.pace.rows:
-            if not self.arriving and len(self.waiting) == before:
+        back = self._left + min(_BACK_SHARE * self._rows.mean_seconds, _MOST_BACK_SECONDS)
+        if 2 * len(self._rows) > self._crowd:
+            back = -math.inf
+        while (here := len(self.waiting) + len(self._rows)) < self.pace.rows:
+            now = time.monotonic()
+            awaited = now < back and here < self._crowd
+            more = now < end and (self.arriving or len(self.waiting) != before)
+            if not (awaited or more):
                 return
             before = len(self.waiting)
             time.sleep(_GAP_SECONDS)

@@ -81,7 +81,9 @@ def listen(host: str, port: int, stall_seconds: float) -> socket.socket:
     and little of that lies in the system's memory, which else may be megabytes a connection.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sends small parts at once only where the protocol is named; else the end of an answer
+    # waits 40 ms for the client to acknowledge what came before.
+    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):

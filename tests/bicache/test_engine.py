@@ -10,6 +10,7 @@ import pytest
 import slow_engine
 
 from geojax.bicache import policy
+from geojax.bicache.build import _compiled
 from geojax.bicache.depth import Depths
 from geojax.bicache.engine import Engine, Job, Sizes
 from geojax.bicache.pages import NoPagesError, hidden_page_bytes, kv_page_bytes
@@ -485,4 +486,14 @@ def test_no_step_makes_a_copy_of_the_pool(name):
     program = engine._program(shape)
     args = (sampler().params, engine.memory.pool, rows, canvas, rules, np.int32(1))
     compiled = program.func.lower(*args, **program.keywords).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 3e7
+
+
+@pytest.mark.parametrize("behind", [0, 4])
+@pytest.mark.parametrize("builder", ["prefix", "canvas"])
+def test_no_build_makes_a_copy_of_the_pool(builder, behind):
+    sizes = Sizes(6e7, 1e6, page=PAGE)
+    builds = Engine(sampler(), get_policy("bicache"), sizes, DEPTHS, builder=builder)._builds
+    program = _compiled(builds._program)
+    compiled = program.lower(*builds._given(4, behind, builds._room(32), 32, None)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 3e7

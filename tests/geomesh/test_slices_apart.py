@@ -78,6 +78,7 @@ def test_slices_apart_have_the_bits_and_the_records_of_slices_together(
     fields = ("slice", "steps", "tokens", "loss", "merged", "captured_energy", "sent_bytes")
     for mine, theirs in zip(run.slices, other.slices, strict=True):
         assert [mine[f] for f in fields] == [theirs[f] for f in fields]
+        assert 0 <= mine["peer_bytes"] - mine["sent_bytes"] < 1000 * len(REGIONS)
     params, _ = read_params(apart.folder)
     whole, _ = read_params(tmp_path / "one")
     same = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), params, whole)
@@ -138,6 +139,9 @@ def test_a_slice_that_starts_anew_takes_part_again(text, tmp_path, monkeypatch):
     check_accounting(run)
     assert run.rounds[-1]["tokens"] == config.train.total_tokens
     assert {r["slice"] for r in run.slices if r["round"] == len(run.rounds)} == set(REGIONS)
+    # What it took is in the givers' account.
+    state = 4 * count_params(config.model)
+    assert sum(r["peer_bytes"] - r["sent_bytes"] for r in run.slices) > state
 
 
 @pytest.mark.runs

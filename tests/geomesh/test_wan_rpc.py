@@ -14,12 +14,19 @@ from geojax.config import ConfigError, ExchangeConfig, GrpcConfig
 from geojax.geomesh.layout import make_layout
 from geojax.geomesh.message import FRAME_BYTES, Header, MessageError, pack
 from geojax.geomesh.sync import Contribution, Most, Synchronizer
-from geojax.geomesh.wan.rpc import CHUNK_BYTES, CallError, Client, Server, chunks
+from geojax.geomesh.wan.rpc import (
+    CHUNK_BYTES,
+    CallError,
+    Client,
+    Server,
+    Streamed,
+    chunks,
+)
 
 QUICK = {"call_seconds": 5.0, "lease_seconds": 10.0}
 
 
-def echo_server(config: GrpcConfig, kept: list) -> Server:
+def echo_server(config: GrpcConfig, kept: list, streamed: Streamed | None = None) -> Server:
     def keep(header, data):
         kept.append(data)
         return {"sum": int(data.sum())}
@@ -35,6 +42,7 @@ def echo_server(config: GrpcConfig, kept: list) -> Server:
         receive={"keep": keep},
         send={"give": give},
         largest_bytes=3 * CHUNK_BYTES,
+        streamed=streamed,
     )
 
 
@@ -60,6 +68,25 @@ def test_bytes_arrive_whole_whatever_their_number(server, client, size):
     _, back = client.pull(server.address, "give", {}, size)
     assert back.tobytes() == data.tobytes()
     assert client.call(server.address, "echo", {"x": [1, "y"]}) == {"x": [1, "y"]}
+
+
+def test_bytes_in_streams_are_counted_with_their_headers_also_of_pushes_that_are_cut_off():
+    given, pushed = Streamed(), Streamed()
+    server = echo_server(GrpcConfig(**QUICK), [], given)
+    client = Client(GrpcConfig(**QUICK), pushed)
+    data = np.zeros(2 * CHUNK_BYTES + 17, np.uint8)
+    for number in (1, 2):
+        client.push(server.address, "keep", {}, data)
+        assert 0 < pushed.sent_bytes - number * data.size < number * 100
+    assert given.sent_bytes == 0
+    client.pull(server.address, "give", {}, data.size)
+    assert 0 < given.sent_bytes - data.size < 100
+    before = pushed.sent_bytes
+    with pytest.raises(CallError, match="at most"):
+        client.push(server.address, "keep", {}, np.zeros(4 * CHUNK_BYTES, np.uint8))
+    assert before < pushed.sent_bytes <= before + 4 * CHUNK_BYTES + 100
+    client.close()
+    server.stop()
 
 
 def test_sizes_that_are_not_meant_are_refused(server, client):
@@ -137,6 +164,18 @@ def test_with_tls_both_sides_must_show_a_certificate_of_the_authority(tmp_path):
     for refused in (stranger, plain):
         with pytest.raises(CallError, match=r"unavailable|deadline_exceeded"):
             refused.call(server.address, "echo", {})
+    theirs = echo_server(config("other"), [])  # whose certificate is of another authority
+    with pytest.raises(CallError, match=r"no TLS; it must hold a certificate of .*ca\.pem"):
+        good.call(theirs.address, "echo", {})
+    theirs.stop()
+    names = {f"tls_{kind}": str(tmp_path / kind) for kind in ("ca", "cert", "key")}
+    for kind, wrong in (("ca", "names"), ("cert", "own.csr"), ("key", "ca.key"), ("key", "names")):
+        right = {"ca": "ca.pem", "cert": "by-ca.pem", "key": "own.key"} | {kind: wrong}
+        for name, file in right.items():
+            shutil.copy(tmp_path / file, tmp_path / name)
+        for make in (Client, lambda config: Server(config, 0, 1)):
+            with pytest.raises(ConfigError, match=rf"grpc\.tls_{kind}.*{tmp_path}/{kind}"):
+                make(GrpcConfig(**names))
     for client in (good, stranger, plain):
         client.close()
     server.stop()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`geojax serve` as a process: what it refuses, says, answers, and how it ends."""
 
+import asyncio
 import re
 import signal
 import socket
@@ -69,6 +70,24 @@ def test_addresses_are_said_as_browsers_take_them(host, begin):
         pytest.skip("this machine has no such address")
     with listening:
         assert url_of(listening).startswith(begin)
+
+
+def test_small_parts_of_answers_are_sent_at_once():
+    """Else the last one of an answer waits for the acknowledgement of those before it."""
+
+    async def accepted() -> int:
+        found: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+        async with await asyncio.start_server(lambda r, w: found.put(w), sock=listening):
+            with socket.create_connection(listening.getsockname()):
+                writer = await found.get()
+                option = writer.get_extra_info("socket").getsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_NODELAY
+                )
+                writer.close()
+        return option
+
+    listening = listen("127.0.0.1", 0, 30.0)
+    assert asyncio.run(accepted()) != 0
 
 
 def test_a_port_that_is_taken_is_said(folder, capsys):

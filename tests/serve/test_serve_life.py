@@ -20,6 +20,7 @@ from geojax.bicache.depth import Guard
 from geojax.bicache.pages import QuotaError, kv_page_bytes
 from geojax.bicache.policy import get_policy
 from geojax.cli import main
+from geojax.serve import loop as loop_module
 from geojax.serve import server
 from geojax.serve.options import Limits, Pace
 
@@ -167,6 +168,34 @@ def test_requests_join_and_leave_between_quanta(model):
         assert not long.done()
         assert short.json()["choices"][0]["text"] == letters(4, 4)
         assert long.result().json()["choices"][0]["text"] == letters(4, 200)
+
+
+def test_clients_that_were_answered_together_begin_together_again(model, monkeypatch):
+    engine, together = QuickEngine(model), []
+    run = engine.run
+
+    def seen(slots, steps=None):
+        together.append(len(slots))
+        run(slots, steps)
+
+    monkeypatch.setattr(engine, "run", seen)
+    monkeypatch.setattr(loop_module, "_BACK_SHARE", 1e6)
+    with running(model, engine) as live, ThreadPoolExecutor() as pool:
+        live.post(ask(n=2))
+        assert set(together) == {2}
+        together.clear()
+        monkeypatch.setattr(loop_module, "_MOST_BACK_SECONDS", 1000.0)
+        first = pool.submit(live.post, ask())
+        wait_until(lambda: live.loop.waiting)
+        second = pool.submit(live.post, ask())
+        assert [r.result().status_code for r in (first, second)] == [200, 200]
+        assert set(together) == {2}
+        together.clear()
+        monkeypatch.setattr(loop_module, "_MOST_BACK_SECONDS", 0.0)
+        assert live.post(ask()).status_code == 200
+        assert set(together) == {1}
+        monkeypatch.setattr(loop_module, "_MOST_BACK_SECONDS", 1000.0)
+        assert live.post(ask()).status_code == 200  # nobody else was there before
 
 
 def test_memory_that_is_short_is_waited_for(model):

@@ -19,7 +19,7 @@ from geojax.geomesh.wan.journal import Entry
 from geojax.geomesh.wan.link import Link
 from geojax.geomesh.wan.mail import Mail
 from geojax.geomesh.wan.peers import Peers, Place
-from geojax.geomesh.wan.rpc import CallError, Client, Header, Server, chunks
+from geojax.geomesh.wan.rpc import CallError, Client, Header, Server, Streamed, chunks
 from geojax.geomesh.wan.seat import KEPT_ROUNDS, Message, Offer, Overtaken, Stopped
 
 _LONGEST_PAUSE_SECONDS = 5.0  # between tries
@@ -52,7 +52,8 @@ class Member:
         self._config, self._names, self.index = config, names, index
         self._check, self._stop, self._say = check, stop, say
         self._message_bytes = message_bytes
-        self._client = Client(config)
+        self._streamed = Streamed()
+        self._client = Client(config, self._streamed)
         self._changed = threading.Condition()
         self._status: dict[str, Any] = {"phase": "starting", "epoch": 0, "border": 0}
         self._records: list[dict[str, Any]] = []
@@ -82,6 +83,7 @@ class Member:
             unary={"border": lambda header: self._described()},
             send={"fetch": self._give_message, "state": self._give_state},
             largest_bytes=message_bytes,
+            streamed=self._streamed,
         )
         self._status["address"] = self._server.address
         self._link = Link(
@@ -192,6 +194,10 @@ class Member:
     def times(self, number: int, merged: Iterable[int]) -> tuple[float, float | None]:
         with self._changed:
             return self._mail.times(number, [i for i in merged if i != self.index])
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._streamed.sent_bytes
 
     @property
     def phase(self) -> str:

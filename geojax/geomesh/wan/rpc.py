@@ -9,9 +9,11 @@ import errno
 import json
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any, cast
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what fails is raised, and said here
@@ -33,6 +35,19 @@ Receive = Callable[[Header, np.ndarray], Header]
 """Header and bytes of a stream that has arrived; the reply."""
 Send = Callable[[Header], tuple[Header, Iterable[memoryview]]]
 """What to stream in reply: a header, with `size_bytes`, and its bytes."""
+
+
+class Streamed:
+    """Counts what streams took out of this process, their headers among it; by several threads."""
+
+    def __init__(self):
+        self._lock, self.sent_bytes = threading.Lock(), 0
+
+    def through(self, parts: Iterable[bytes | memoryview]) -> Iterator[bytes]:
+        for part in parts:
+            with self._lock:
+                self.sent_bytes += len(part)
+            yield bytes(part)
 
 
 class CallError(RunError):
@@ -73,20 +88,25 @@ class Server:
         receive: Mapping[str, Receive] = {},
         send: Mapping[str, Send] = {},
         largest_bytes: int = 0,
+        streamed: Streamed | None = None,
     ):
-        """Methods by name and kind. `port` 0: any; `largest_bytes`: of what `receive` takes.
+        """Methods by name and kind. `port` 0: any; `largest_bytes`: of what `receive` takes;
+        `streamed` counts what `send` sends.
 
         ConfigError where it cannot listen there.
         """
         # A wildcard address, and any other that is not this machine's, is refused by name.
         _require_bindable(config.bind, port)
+        _require_certificates(config)
         handlers: dict[str, grpc.RpcMethodHandler] = {}
         for name, function in unary.items():
             handlers[name] = grpc.unary_unary_rpc_method_handler(_unary(function))
         for name, function in receive.items():
             handlers[name] = grpc.stream_unary_rpc_method_handler(_receive(function, largest_bytes))
         for name, function in send.items():
-            handlers[name] = grpc.unary_stream_rpc_method_handler(_send(function))
+            handlers[name] = grpc.unary_stream_rpc_method_handler(
+                _send(function, streamed or Streamed())
+            )
         self._pool = ThreadPoolExecutor(threads, "rpc")
         self._server = grpc.server(self._pool, options=_options(config.lease_seconds / 2))
         self._server.add_generic_rpc_handlers(
@@ -115,8 +135,10 @@ class Server:
 class Client:
     """Calls to other processes; connections are kept."""
 
-    def __init__(self, config: GrpcConfig):
-        self._config = config
+    def __init__(self, config: GrpcConfig, streamed: Streamed | None = None):
+        """`streamed` counts what is pushed."""
+        self._config, self._streamed = config, streamed or Streamed()
+        _require_certificates(config)
         self._credentials = None
         if config.tls_cert:  # read once: a file that goes later ends nothing that runs
             self._credentials = grpc.ssl_channel_credentials(
@@ -144,12 +166,9 @@ class Client:
         stub = self._channel(address).stream_unary(_path(method))
         header = header | {"size_bytes": data.size}
 
-        def stream() -> Iterator[bytes]:
-            yield _dumps(header)
-            yield from map(bytes, chunks([data]))
-
         def send() -> bytes:
-            call = stub.future(stream(), timeout=self._deadline(data.size))
+            stream = self._streamed.through(chain([_dumps(header)], chunks([data])))
+            call = stub.future(stream, timeout=self._deadline(data.size))
             while True:
                 try:
                     return call.result(_POLL_SECONDS)
@@ -184,7 +203,13 @@ class Client:
             return function()
         except grpc.RpcError as error:
             call = cast(grpc.Call, error)
-            details = " ".join((call.details() or "").split())[:200]
+            details = " ".join((call.details() or "").split())
+            if self._credentials and "handshake" in details.lower():
+                details = (
+                    f"no TLS; it must hold a certificate of {self._config.tls_ca} for the name by "
+                    f"which it is reached, and take {self._config.tls_cert}: {details}"
+                )
+            details = details[:400]
             failed = CallError(f"{address}: {call.code().name.lower()} ({details})")
             failed.refused = call.code() == grpc.StatusCode.FAILED_PRECONDITION
             raise failed from error
@@ -249,11 +274,10 @@ def _receive(function: Receive, largest_bytes: int):
     return handle
 
 
-def _send(function: Send):
+def _send(function: Send, streamed: Streamed):
     def handle(request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         header, parts = _answer(context, lambda: function(_loads(request)))
-        yield _dumps(header)
-        yield from map(bytes, parts)
+        yield from streamed.through(chain([_dumps(header)], parts))
 
     return handle
 
@@ -294,6 +318,29 @@ def _read(path: str) -> bytes:
             return file.read()
     except OSError as error:
         raise ConfigError(f"grpc.tls: cannot read {path}: {error.strerror}") from error
+
+
+def _require_certificates(config: GrpcConfig) -> None:
+    """ConfigError that names the file, where one is none of the kind that it should be."""
+    if not config.tls_cert:
+        return
+    for path in (config.tls_ca, config.tls_cert, config.tls_key):
+        _read(path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(config.tls_ca)
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"grpc.tls_ca: {config.tls_ca} holds no certificate in PEM ({error.reason or error})"
+        ) from error
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key, lambda: "")
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(
+            f"grpc.tls_cert, grpc.tls_key: {config.tls_cert} and {config.tls_key} are no "
+            "certificate and its private key, in PEM and without a password "
+            f"({getattr(error, 'reason', None) or error})"
+        ) from error
 
 
 def _require_bindable(host: str, port: int) -> None:

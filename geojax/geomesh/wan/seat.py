@@ -36,7 +36,7 @@ KEPT_ROUNDS = 16
 
 class Seat(Protocol):
     """A slice's processes call the same methods in the same order, and all get the same answers;
-    `times` and `unwritten` alone are of the one that speaks."""
+    `times`, `unwritten` and `sent_bytes` alone are of the one that speaks."""
 
     index: int
     """Of the slice."""
@@ -51,6 +51,11 @@ class Seat(Protocol):
     @property
     def phase(self) -> str:
         """What this slice last said that it does."""
+        ...
+
+    @property
+    def sent_bytes(self) -> int:
+        """To peers by this process: messages, those sent again and for others, probes, states."""
         ...
 
     @property
