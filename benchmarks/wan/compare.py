@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -45,6 +46,9 @@ EACH_STEP = "data-parallel"
 EACH_STEP_STEPS = 50
 """Measured of data parallelism; its hours are extrapolated, and it has no perplexity."""
 QUICK_ROUNDS = 6
+TIME_SAVED, STRAGGLER_LESS, WAN_LESS, WAN_IDLE_OVERLAPPED = 0.70, 8.0, 5.6, 0.02
+"""Asked of GeoMesh beside DiLoCo, as published: time to target, and both idles' factors; and of
+GeoMesh with overlap, the share of the run."""
 EVALUATE_TOKENS = 200_000
 """Between evaluations, of about 30,000 a round of equal work."""
 
@@ -155,6 +159,9 @@ def _report(
     if EACH_STEP in names:
         rows[EACH_STEP] = _extrapolated(folder, seeds, results["diloco"])
     console.print(table(rows))
+    asked = verdicts(rows)
+    for line in asked:
+        console.print(line, soft_wrap=True)
     machine = load_run(folder / "diloco-seed0").start
     console.print(
         f"Means over {seeds} seeds ± standard deviation; differences to DiLoCo seed by seed. "
@@ -184,6 +191,7 @@ def _report(
         "units": UNITS,
         "calibration": asdict(calibration),
         "summary": rows,
+        "asked": asked,
         "predicted": {name: asdict(predicted) for name, (predicted, _) in pairs.items()},
         "measured": {name: asdict(found) for name, (_, found) in pairs.items()},
         "results": [asdict(s) for found in results.values() for s in found],
@@ -205,7 +213,7 @@ def require_whole(run: Run) -> None:
         )
 
 
-def against(found: Sequence[Summary], baseline: Sequence[Summary]) -> dict[str, object]:
+def against(found: Sequence[Summary], baseline: Sequence[Summary]) -> dict[str, Any]:
     """Means and deviations over seeds, and those of the differences in pairs."""
     hours = [(s.hours_to_target, b.hours_to_target) for s, b in zip(found, baseline, strict=True)]
     reached = [(mine, theirs) for mine, theirs in hours if mine is not None and theirs]
@@ -220,6 +228,33 @@ def against(found: Sequence[Summary], baseline: Sequence[Summary]) -> dict[str, 
             [60 * s.hours * b.tokens / s.tokens for s, b in zip(found, baseline, strict=True)]
         ),
     }
+
+
+def verdicts(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What was asked of the methods that ran, what came, and whether that is met."""
+    lines = []
+
+    def say(what: str, value: float, form: str, met: bool) -> None:
+        lines.append(f"{what}: {form.format(value)}, {'met' if met else 'NOT met'}")
+
+    base, mine = rows["diloco"], rows.get("geomesh")
+    if mine:
+        saved = mine["time_saved"]
+        if saved is None:
+            lines.append("geomesh, time to target: a run did not reach it, NOT met")
+        else:
+            what = f"geomesh, time to target below diloco's (asked: {TIME_SAVED:.0%} or more)"
+            say(what, saved["mean"], "{:.1%}", saved["mean"] >= TIME_SAVED)
+        for kind, factor in (("straggler_idle", STRAGGLER_LESS), ("wan_idle", WAN_LESS)):
+            own, theirs = mine[kind]["mean"], base[kind]["mean"]
+            less = theirs / own if own else math.inf
+            what = f"geomesh, {kind.replace('_', ' ')} below diloco's (asked: {factor}x or more)"
+            say(what, less, "{:.1f}x", less >= factor)
+    if over := rows.get("geomesh-overlap"):
+        idle = over["wan_idle"]["mean"]
+        what = f"geomesh-overlap, wan idle (asked: under {WAN_IDLE_OVERLAPPED:.0%} of the run)"
+        say(what, idle, "{:.1%}", idle < WAN_IDLE_OVERLAPPED)
+    return lines
 
 
 def _extrapolated(folder: Path, seeds: int, baseline: Sequence[Summary]) -> dict[str, object]:

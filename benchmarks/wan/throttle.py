@@ -8,6 +8,7 @@ round; a finished run is kept.
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 
 from rich.console import Console
 
@@ -19,6 +20,8 @@ from geojax.config import require
 from geojax.track.console import format_share
 from geojax.track.summary import Run, check_accounting, load_run
 
+BALANCED_IDLE, BALANCED_AFTER_ROUNDS = 0.05, 2
+"""Asked: straggler idle is under that share again after so many rounds that show the change."""
 REPLAN = 0.03
 """`balance.replan` of the run that follows a change."""
 
@@ -58,6 +61,8 @@ def _throttle(options: argparse.Namespace, console: Console) -> None:
     console.print(f"straggler idle by round; {options.slice} throttled after {options.at_round}")
     for line in lines(idle, changes):
         console.print(line, soft_wrap=True)
+    asked = verdict(idle, options.at_round)
+    console.print(asked, soft_wrap=True)
     write_report(
         folder,
         {
@@ -65,6 +70,7 @@ def _throttle(options: argparse.Namespace, console: Console) -> None:
             "at_round": options.at_round,
             "factor": options.factor,
             "straggler_idle": idle,
+            "asked": asked,
             "new_plans_after": changes,
             "machine": found["replan"].start["machine"],
         },
@@ -93,6 +99,21 @@ def idle_by_round(run: Run) -> list[float]:
         number = record["round"]
         longest[number] = max(longest[number], record["straggler_seconds"])
     return [longest[r["round"]] / (r["round_seconds"] or 1.0) for r in run.rounds]
+
+
+def verdict(idle: Mapping[str, Sequence[float]], at_round: int) -> str:
+    """Whether idle was under the bound from the second round after the change was seen on, in the
+    median of rounds, with that of the run without new plans beside it."""
+    late = {name: shares[at_round + BALANCED_AFTER_ROUNDS :] for name, shares in idle.items()}
+    if not all(late.values()):
+        return "the runs were over before a new plan could show; use more --rounds"
+    with_plans, without = (median(late[name]) for name in ("replan", "no-replan"))
+    met = with_plans < BALANCED_IDLE
+    return (
+        f"straggler idle from round {at_round + BALANCED_AFTER_ROUNDS + 1} on, median of rounds "
+        f"(asked: under {BALANCED_IDLE:.0%}): {format_share(with_plans)}, "
+        f"{'met' if met else 'NOT met'}; without new plans {format_share(without)}"
+    )
 
 
 def lines(

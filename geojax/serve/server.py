@@ -3,7 +3,8 @@
 
 Invariant: after the first SIGTERM or SIGINT requests are refused with 503 while those that were
 accepted are answered, and their readers have what was sent, until there are none or time is over; a
-second one ends at once. Nothing waits longer for a call of the engine than some seconds.
+second one ends at once. Nothing waits longer for a call of the engine than some seconds. Where a
+request's headers do not come in time its connection is closed.
 """
 
 import asyncio
@@ -13,13 +14,16 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from geojax.config import ConfigError
 from geojax.serve.loop import EngineLoop
 
 _CONNECTIONS = 1024  # at once; more are told 503
+_HEADER_SECONDS = 10.0  # from a connection's beginning, or a request's, to the end of its headers
 _SEND_BYTES = 2**15  # that the system holds for a reader; Linux takes twice as many
 _LAST_SECONDS = 5  # for the ends of responses, where no more of the time limit is left
 _CALL_SECONDS = 5  # for a call of the engine to end, after the time limit
@@ -33,6 +37,7 @@ class Server(uvicorn.Server):
     ):
         config = uvicorn.Config(
             app,
+            http=_Connection,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -72,6 +77,36 @@ class Server(uvicorn.Server):
                 self.should_exit = True
                 self.config.timeout_graceful_shutdown = math.ceil(max(left, _LAST_SECONDS))
         return await super().on_tick(counter)
+
+
+class _Connection(H11Protocol):
+    """uvicorn times bodies of nobody, and connections only between requests."""
+
+    _due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyrefly: ignore
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._let_be()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        begun = self.cycle is None or self.conn.trailing_data[0]
+        if self.conn.their_state is not h11.IDLE or not begun:
+            self._let_be()
+        elif self._due is None:
+            self._due = self.loop.call_later(_HEADER_SECONDS, self.transport.close)
+
+    def _let_be(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
 
 
 def listen(host: str, port: int, stall_seconds: float) -> socket.socket:

@@ -9,11 +9,18 @@ import pytest
 from rich.console import Console
 
 from benchmarks.wan.calibrate import Aim, Calibration, calibrate, link_seconds
-from benchmarks.wan.compare import METHODS, against, planned, require_whole, table
+from benchmarks.wan.compare import (
+    METHODS,
+    against,
+    planned,
+    require_whole,
+    table,
+    verdicts,
+)
 from benchmarks.wan.network import FRAME_BYTES, HEADER_BYTES, Counters
 from benchmarks.wan.predict import Rounds, furthest, measured, predict, prediction_table
 from benchmarks.wan.preset import LAB_METHODS, OVERLAP, method, quotas
-from benchmarks.wan.throttle import idle_by_round, lines
+from benchmarks.wan.throttle import idle_by_round, lines, verdict
 from benchmarks.wan.traffic import framing_bytes, traffic_report
 from benchmarks.wan.world import Weather, make_world
 from geojax.config import ConfigError
@@ -35,7 +42,7 @@ def test_traffic_is_divided_into_exchange_and_coordinator_and_adds_up():
         2: Counters({0: 166, 1: 10_660}, 10_520 + 102, 10_520 + 152, 11, 11),
     }
     records = [
-        {"kind": "slice", "round": n, "sent_bytes": size}
+        {"kind": "slice", "round": n, "peer_bytes": size}
         for n, size in ((1, 7), (2, 9_000), (2, 9_500))
     ]
     report = traffic_report(world, zero, after, {}, records, first_round=1)
@@ -138,6 +145,34 @@ def test_differences_are_taken_seed_by_seed():
     shown = Console(width=120, file=io.StringIO())
     shown.print(table({"m": row, "each step": {}}))
     assert "50.0±0.0%" in shown.file.getvalue()
+
+
+def test_what_was_asked_is_said_beside_what_came():
+    def row(saved, straggler, wan):
+        means = {"time_saved": saved, "straggler_idle": straggler, "wan_idle": wan}
+        return {k: v if v is None else {"mean": v, "deviation": 0.1} for k, v in means.items()}
+
+    rows = {"diloco": row(0.0, 0.4, 0.6), "geomesh": row(0.7, 0.05, 0.12)}
+    assert verdicts(rows) == [
+        "geomesh, time to target below diloco's (asked: 70% or more): 70.0%, met",
+        "geomesh, straggler idle below diloco's (asked: 8.0x or more): 8.0x, met",
+        "geomesh, wan idle below diloco's (asked: 5.6x or more): 5.0x, NOT met",
+    ]
+    rows |= {"geomesh": row(None, 0.0, 0.1), "geomesh-overlap": row(0.8, 0.0, 0.02)}
+    found = [line.rpartition(", ")[2] for line in verdicts(rows)]
+    assert found == ["NOT met", "met", "met", "NOT met"]
+    assert verdicts({"diloco": rows["diloco"]}) == []
+
+
+def test_idle_after_a_change_is_judged_from_the_second_round_that_shows_it_on():
+    slow = [0.01] * 3 + [0.5] * 2
+    idle = {"replan": [*slow, 0.04, 0.02, 0.3], "no-replan": [0.01] * 3 + [0.5] * 5}
+    assert verdict(idle, 3) == (
+        "straggler idle from round 6 on, median of rounds (asked: under 5%): 4.0%, met; "
+        "without new plans 50.0%"
+    )
+    assert "5.0%, NOT met" in verdict(idle | {"replan": [*slow, 0.05]}, 3)
+    assert "use more --rounds" in verdict(idle | {"replan": slow}, 3)
 
 
 def test_straggler_idle_of_a_round_is_that_of_the_slice_that_waits_longest():

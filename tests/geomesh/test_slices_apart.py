@@ -36,6 +36,7 @@ from geojax.config import (
 )
 from geojax.geomesh.slice_checkpoint import Saved
 from geojax.launch import processes
+from geojax.models.transformer import count_params
 from geojax.track.metrics import read_records
 from geojax.track.summary import check_accounting, load_run
 from geojax.train.checkpoint import read_params

@@ -591,6 +591,35 @@ def test_a_body_that_does_not_come_is_not_waited_for(model):
             assert b"408" in slow.recv(4096)
 
 
+HALF = b"GET /health HTTP/1.1\r\nHost: loc"
+
+
+@pytest.mark.parametrize(
+    ("before", "sent"),
+    [(False, b""), (False, HALF), (True, HALF)],
+    ids=["nothing", "half", "half of a second request's"],
+)
+def test_headers_that_do_not_come_end_the_connection(model, monkeypatch, before, sent):
+    monkeypatch.setattr(server, "_HEADER_SECONDS", 0.2)
+    with running(model, QuickEngine(model)) as live:
+        host, port = live.url[7:].split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as slow:
+            if before:
+                slow.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert slow.recv(4096).startswith(b"HTTP/1.1 200")
+            slow.sendall(sent)
+            while slow.recv(4096):
+                pass
+
+
+def test_answers_may_take_longer_than_headers(model, monkeypatch):
+    monkeypatch.setattr(server, "_HEADER_SECONDS", 0.2)
+    with running(model, slow_engine(model, 0.05)) as live, httpx2.Client(timeout=60) as client:
+        for _ in range(2):  # over one connection
+            answer = client.post(live.url + "/v1/completions", json=ask())
+            assert answer.json()["choices"][0]["text"] == letters(4, 20)
+
+
 def test_load_is_measured_at_the_client(model, tmp_path):
     """`geojax bench serve`, and its count of tokens against the server's own."""
     with running(model, QuickEngine(model)) as live:

@@ -309,7 +309,8 @@ def _differ(border: int, reported: Mapping[int, Status]) -> str:
     return (
         f"after round {border} the shared parameters of slices "
         f"{', '.join(map(str, sorted(reported)))} differ, and no majority shows whose are wrong; "
-        "look for memory errors or mixed versions, and resume from the last checkpoints"
+        "look for memory errors or mixed versions. This run cannot go on; start a new one, from "
+        "the weights of a slice that is right if you know one (`geojax convert`, and `init`)"
     )
 
 
