@@ -3,9 +3,9 @@
 VENV := .venv
 BIN := $(VENV)/bin
 
-AOT := .venv-aot
+MORE := .venv-more
 
-.PHONY: demo test test-runs test-full test-aot lint format bench clean
+.PHONY: demo test test-runs test-full test-aot test-lm-eval lint format bench clean
 
 demo: $(VENV)/.ready
 	$(BIN)/geojax demo
@@ -21,8 +21,12 @@ test-full: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations 0
 
 # Programs compiled for GPUs that are not here: a quarter of a gigabyte more to download.
-test-aot: $(AOT)/.ready
-	$(AOT)/bin/python -m pytest -m "aot and not full" --durations 5
+test-aot: $(MORE)/.ready
+	$(MORE)/bin/python -m pytest -m "aot and not full" --durations 5
+
+# lm-eval's client of completions against a server.
+test-lm-eval: $(MORE)/.ready
+	$(MORE)/bin/python -m pytest tests/serve/test_serve_lm_eval.py
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
@@ -42,8 +46,8 @@ bench: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt scripts/setup
 	@PYTHON="$(PYTHON)" sh scripts/setup $(VENV) test,lint
 
-$(AOT)/.ready: pyproject.toml constraints.txt scripts/setup
-	@PYTHON="$(PYTHON)" sh scripts/setup $(AOT) test,aot
+$(MORE)/.ready: pyproject.toml constraints.txt scripts/setup
+	@PYTHON="$(PYTHON)" sh scripts/setup $(MORE) test,aot,lm-eval
 
 clean:
-	rm -rf $(VENV) $(AOT) build *.egg-info
+	rm -rf $(VENV) $(MORE) build *.egg-info
