@@ -3,10 +3,11 @@
 
     python benchmarks/noise.py [--rounds N] [--dim D] [--strategy S ...]
 
-Programs that differ in nothing but `Task.noise` run in turn in one process, in another order each
-round, on the same chunk; what is compared is the ratio of their times, round by round, and of the
-fastest of each, which a busy machine disturbs least. One of them is there twice: by how much it
-differs from itself is the error of the others. A GPU's memory is slower beside its arithmetic, so
+Programs that differ in nothing but `Task.noise` run in turn in one process, in a random order and
+from a state that is copied anew each round (where it lies in memory is worth some percent), on the
+same chunk; what is compared is the ratio of their times, round by round, and of the fastest of
+each, which a busy machine disturbs least. One of them is there twice: by how much it differs from
+itself is the error of the others. A GPU's memory is slower beside its arithmetic, so
 an estimate for one follows, from the bytes that are read again. JAX_PLATFORMS chooses a device; by
 default it is the CPU.
 """
@@ -80,14 +81,20 @@ def step_seconds(
         )
         for kind in KINDS
     }
-    states = {kind: program.init(0) for kind, program in programs.items()}
+    first = {kind: program.init(0) for kind, program in programs.items()}
     chunk = programs[None].put_chunk(random_chunk(model, strategy.global_batch))
     seconds: dict[str | None, list[float]] = {kind: [] for kind in KINDS}
+    order = np.random.default_rng(0)
     for number in range(rounds + 1):
-        for kind in np.roll(np.array(KINDS, object), number):
+        for i in order.permutation(len(KINDS)):
+            kind = KINDS[i]
+            copies = jax.tree.map(
+                lambda x: jax.device_put(x, x.sharding, may_alias=False), first[kind]
+            )
+            state = jax.block_until_ready(copies)
             started = time.perf_counter()
-            states[kind], _ = programs[kind].run(states[kind], chunk, 1, 0.5, 0.0, 0)
-            jax.block_until_ready(states[kind])
+            state, _ = programs[kind].run(state, chunk, 1, 0.5, 0.0, 0)
+            jax.block_until_ready(state)
             if number:  # the first of each compiled
                 seconds[kind].append(time.perf_counter() - started)
     return {kind: np.array(times) for kind, times in seconds.items()}

@@ -156,6 +156,7 @@ def kernels_for(args: tuple) -> dict[str, Callable]:
     choice = choose_for(device, q, prefix, index[0] if index else None)
     if choice.kernel == "mosaic_gpu":
         found["mosaic_gpu"] = attend_mosaic
+        found["mosaic_gpu, registers"] = partial(attend_mosaic, registers=True)
     if device.platform == "gpu" and not index and cudnn.AVAILABLE and q.shape[-1] % 8 == 0:
         found["cudnn"] = cudnn.attend_cudnn
     found["xla"] = attend_xla

@@ -12,7 +12,13 @@ from attention64 import assert_close, inputs, named, part
 
 from geojax.bicache.kernels import choose as choosing
 from geojax.bicache.kernels import reference
-from geojax.bicache.kernels.choose import Choice, attend, choose, choose_for
+from geojax.bicache.kernels.choose import (
+    Choice,
+    attend,
+    choose,
+    choose_for,
+    registers_agree,
+)
 from geojax.bicache.kernels.reference import TEMPORARIES_BYTES, Part, attend_xla, merge
 from geojax.bicache.pages import PAGE
 from geojax.meshes.aot import compiled_memory
@@ -214,3 +220,34 @@ def test_a_choice_is_logged_once(caplog):
     assert "runs by xla (mosaic_gpu: it is for NVIDIA's Hopper, this is cpu; cudnn:" in lines[0]
     assert_close((out, lse), q, prefix, own)
     assert np.isfinite(lse).all()
+
+
+@pytest.mark.parametrize(
+    ("off", "agrees", "said"),
+    [
+        (0.0, True, "in registers agrees, and is used"),
+        (0.01, False, "in registers DIFFERS, and is left out"),
+        (np.nan, False, "in registers DIFFERS, and is left out"),
+        (None, False, "in registers fails, and is left out: no such instruction"),
+    ],
+)
+def test_the_variant_in_registers_is_checked_where_it_runs(off, agrees, said, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "geojax")
+    asked = []
+
+    def fake(q, prefix, own, index=None, *, registers=False):
+        asked.append(registers)
+        if registers and off is None:
+            raise RuntimeError("no such instruction")
+        out, lse = attend_xla(q, prefix, own, index)
+        return out.at[0, 3, 1, 7].add(off or 0.0) if registers else out, lse
+
+    monkeypatch.setattr(choosing.mosaic_gpu, "attend_mosaic", fake)
+    monkeypatch.setattr(choosing, "choose_for", lambda *args: Choice("mosaic_gpu", ()))
+    registers_agree.cache_clear()
+    q, pre, mine = inputs(2, 3, 4, 1, 64, 16, 8, dtype=jnp.bfloat16)
+    for _ in range(2):  # inside a program, and the check is done once
+        jax.jit(lambda *args: attend(*args))(q, part(*pre, 16), part(*mine, [8, 8]))
+    assert asked == [False, True, agrees, agrees]
+    assert said in caplog.text
+    registers_agree.cache_clear()

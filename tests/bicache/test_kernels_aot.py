@@ -71,14 +71,17 @@ def makers(compiled, shape):
     return found
 
 
-def test_no_registers_are_spilled_and_shared_memory_suffices():
+@pytest.mark.parametrize("registers", [False, True])
+def test_no_registers_are_spilled_and_shared_memory_suffices(registers):
     # In a process of its own: the compiler's dumps are asked for by its environment.
     script = f"""
         import sys
         sys.path.insert(0, {os.path.dirname(__file__)!r})
+        from functools import partial
         from test_kernels_aot import SHAPES, attend_mosaic, compile_for_h100
+        attend = partial(attend_mosaic, registers={registers})
         for case in SHAPES.values():
-            compile_for_h100(attend_mosaic, *case)
+            compile_for_h100(attend, *case)
         """
     dumps = {f"MOSAIC_GPU_DUMP_{what}": "1" for what in ("PTX", "PTXAS", "RESOURCES")}
     done = subprocess.run(

@@ -2,14 +2,18 @@
 """Which attention kernel runs: Mosaic GPU, else cuDNN, else XLA.
 
 Invariant: the choice follows from the arguments alone, and says why each better kernel was passed
-by; nothing is tried out, and no failure at run time changes it.
+by; nothing is tried out, and no failure at run time changes it. The one exception is of a variant
+that no interpreter can check: `registers_agree`.
 """
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from geojax.bicache.kernels import cudnn, mosaic_gpu
@@ -18,6 +22,8 @@ from geojax.bicache.kernels.reference import Part, attend_xla
 Kernel = Literal["mosaic_gpu", "cudnn", "xla"]
 
 _LOG = logging.getLogger(__name__)
+_OUT_LIMIT, _LSE_LIMIT = 2.0**-7, 1e-4
+"""What results of 0.1 or so, rounded to bfloat16, and log-sum-exps may differ by."""
 _HALVES = mosaic_gpu.DTYPES
 
 
@@ -63,11 +69,13 @@ def attend(
 
     The choice is logged once.
     """
-    choice = choose_for(device or jax.devices()[0], q, prefix, index)
+    device = device or jax.devices()[0]
+    choice = choose_for(device, q, prefix, index)
     _log(choice)
     match choice.kernel:
         case "mosaic_gpu":
-            return mosaic_gpu.attend_mosaic(q, prefix, own, index)
+            registers = registers_agree(device)
+            return mosaic_gpu.attend_mosaic(q, prefix, own, index, registers=registers)
         case "cudnn":
             return cudnn.attend_cudnn(q, prefix, own)
         case "xla":
@@ -86,6 +94,38 @@ def choose_for(
     head_size, prefix_size = q.shape[-1], prefix.k.shape[-3]
     indexed = index is not None
     return choose(device.platform, capability, q.dtype.name, head_size, prefix_size, indexed)
+
+
+@cache
+def registers_agree(device: jax.Device) -> bool:
+    """Whether the Mosaic kernel that keeps probabilities in registers gives on `device` what the
+    one gives whose every instruction the interpreter has run. Tried once, on small ragged rows."""
+    with ThreadPoolExecutor(1) as pool:  # where no program is being traced
+        try:
+            out, lse = pool.submit(_registers_off, device).result()
+        except Exception as error:
+            _LOG.warning("attention: the variant in registers fails, and is left out: %s", error)
+            return False
+    agree = out <= _OUT_LIMIT and lse <= _LSE_LIMIT
+    said = "agrees, and is used" if agree else "DIFFERS, and is left out"
+    _LOG.info("attention: the variant in registers %s (by %.1e, lse %.1e)", said, out, lse)
+    return agree
+
+
+def _registers_off(device: jax.Device) -> list[float]:
+    """By how much the variant's outputs and log-sum-exps differ, at most."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = [(2, 40, 4, 128), *[(264, 1, 128)] * 2, *[(2, 133, 1, 128)] * 2]
+    q, pk, pv, ok, ov = map(jax.random.normal, keys, shapes, [jnp.bfloat16] * len(keys))
+    args = q, Part(pk, pv, jnp.int32(200)), Part(ok, ov, jnp.array([133, 5], jnp.int32))
+    args = jax.device_put(args, device)
+    known, tried = (
+        mosaic_gpu.attend_mosaic(*args, registers=registers) for registers in (False, True)
+    )
+    return [
+        float(np.abs(np.float32(a) - np.float32(b)).max())
+        for a, b in zip(known, tried, strict=True)
+    ]
 
 
 @cache

@@ -5,9 +5,10 @@ A thread block takes one tile of rows of one key/value head. Invariant: it loads
 rows that see the same keys of an entry once, and each row's own keys once; both go through one ring
 of slots into one online softmax.
 
-One warpgroup fetches keys and values by TMA; each of the others has GROUP_ROWS rows. Scores are
-multiplied from shared memory, and so are probabilities, which are written there first: Pallas'
-interpreter has no multiplication from registers.
+One warpgroup fetches keys and values by TMA; each of the others has GROUP_ROWS rows. Queries and
+keys are multiplied from shared memory, and so are probabilities, which are written there first:
+Pallas' interpreter has no multiplication from registers, nor sums that begin with what is in them.
+Tilings with `registers` do without that way through memory, and no interpreter runs them.
 """
 
 import math
@@ -44,6 +45,8 @@ class Tiling(NamedTuple):
     """Steps that are loaded ahead, at most."""
     splits: int
     """Blocks that share the keys of one tile; their results are merged by log-sum-exp."""
+    registers: bool = False
+    """Probabilities are multiplied from registers, onto sums in registers."""
 
 
 class Segments(NamedTuple):
@@ -65,7 +68,7 @@ def run_kernel(
 ) -> tuple[Float[Array, "split padded k e"], Float[Array, "split k padded"]]:
     """The kernel, on its own layouts. Log-sum-exps are padded to whole tiles of rows."""
     padded, kv_heads, e = q.shape
-    groups, keys, slots, splits = cut
+    groups, keys, slots, splits, registers = cut
     tile_rows = groups * GROUP_ROWS
     tiles = pl.cdiv(rows, tile_rows)
     scale = _LOG2_E / math.sqrt(e)
@@ -74,8 +77,8 @@ def run_kernel(
 
     def body(*refs):
         q_ref, *part_refs, out_ref, lse_ref = refs[: 3 * tables + 3]
-        q_smem, p_smem, k_smem, v_smem, lse_smem, *barriers = refs[3 * tables + 3 :]
-        q_loaded, k_loaded, v_loaded, k_free, v_free = barriers
+        q_smem, k_smem, v_smem, lse_smem, *barriers = refs[3 * tables + 3 :]
+        q_loaded, k_loaded, v_loaded, k_free, v_free, *p_smem = barriers
         split, head, tile = (lax.axis_index(name) for name in ("split", "head", "tile"))
         warpgroup = lax.axis_index("warpgroup")
         tile_row = tile * tile_rows
@@ -157,7 +160,7 @@ def run_kernel(
         def _attend():
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
             row = tile_row + warpgroup * GROUP_ROWS
-            q_rows, p_rows, lse_rows = (x.at[warpgroup] for x in (q_smem, p_smem, lse_smem))
+            q_rows, lse_rows = q_smem.at[warpgroup], lse_smem.at[warpgroup]
             plgpu.copy_gmem_to_smem(
                 q_ref.at[pl.ds(row, GROUP_ROWS), head], q_rows, q_loaded.at[warpgroup]
             )
@@ -196,17 +199,27 @@ def run_kernel(
                 p = jnp.exp2(s - lax.broadcast_in_dim(new_top, s.shape, [0]))
                 decay = jnp.exp2(top - new_top)
                 total = total * decay + p.sum(axis=1)
-                p_rows[...] = p.astype(q.dtype)
-                plgpu.commit_smem()
+                p = p.astype(q.dtype)
+                acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
+                if not registers:
+                    (p_rows,) = (x.at[warpgroup] for x in p_smem)
+                    p_rows[...] = p
+                    p = p_rows
+                    plgpu.commit_smem()
                 plgpu.barrier_wait(v_loaded.at[slot])
 
                 def weigh(ref):
-                    plgpu.wgmma(ref, p_rows, v_smem.at[slot])
+                    plgpu.wgmma(ref, p, v_smem.at[slot])
+                    if registers:
+                        plgpu.wgmma_wait(0)
+                        return None
                     return ref[...]
 
-                add = pl.run_scoped(weigh, plgpu.ACC((GROUP_ROWS, e), jnp.float32))
+                if registers:
+                    acc = pl.run_state(weigh)(plgpu.ACC.init(acc))
+                else:
+                    acc += pl.run_scoped(weigh, plgpu.ACC((GROUP_ROWS, e), jnp.float32))
                 plgpu.barrier_arrive(v_free.at[slot])
-                acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0]) + add
                 return count + 1, acc, new_top, total
 
             def visit(k_ref, v_ref, segment, carry):
@@ -253,7 +266,6 @@ def run_kernel(
         ),
         scratch_types=(
             smem(groups, GROUP_ROWS, e),
-            smem(groups, GROUP_ROWS, keys),
             smem(slots, keys, e),
             smem(slots, keys, e),
             plgpu.SMEM((groups, GROUP_ROWS), jnp.float32),
@@ -262,6 +274,7 @@ def run_kernel(
             plgpu.Barrier(num_barriers=slots),
             plgpu.Barrier(num_arrivals=groups, num_barriers=slots),
             plgpu.Barrier(num_arrivals=groups, num_barriers=slots),
+            *([] if registers else [smem(groups, GROUP_ROWS, keys)]),
         ),
         grid=(splits, kv_heads, tiles),
         grid_names=("split", "head", "tile"),

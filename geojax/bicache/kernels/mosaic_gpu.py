@@ -45,13 +45,15 @@ def attend_mosaic(
     index: Int[Array, "b *j"] | None = None,
     *,
     cut: Tiling | None = None,
+    registers: bool = False,
     interpret: object = None,
 ) -> tuple[Float[Array, "b t h e"], Float[Array, "b h t"]]:
     """`reference.attend_xla` on a Hopper GPU, or under Pallas' interpreter.
 
     ValueError for a head size or type that wgmma tiles here do not take, and for a prefix that is
-    padded to no multiple of KEYS_MULTIPLE; own keys, if they are not, are copied. `interpret` is
-    Pallas': plgpu.InterpretGPUParams(), or None to compile.
+    padded to no multiple of KEYS_MULTIPLE; own keys, if they are not, are copied. `registers` as in
+    Tiling, where no `cut` is given. `interpret` is Pallas': plgpu.InterpretGPUParams(), or None to
+    compile.
     """
     check(q, prefix, own, index)
     b, t, h, e = q.shape
@@ -78,7 +80,7 @@ def attend_mosaic(
         parts.insert(0, (prefix, _segments(*entries(prefix, index))))
     if cut is None:
         keys = prefix.k.shape[1] * (index.size // b) + own.k.shape[1]
-        cut = tiling(len(rows), kv_heads, keys, prefix.k.shape[1])
+        cut = tiling(len(rows), kv_heads, keys, prefix.k.shape[1])._replace(registers=registers)
     outs, lses = run_kernel(_pad(rows, 0), len(rows), parts, t * group, cut, interpret)
     outs = (
         outs[:, : len(rows)]
