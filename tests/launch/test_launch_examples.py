@@ -2,6 +2,7 @@
 """The examples for clusters start what they say, under schedulers that do nothing but start."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jobset_schema import JobSet
+from pydantic import ValidationError
 
 from geojax.cli import main
 from geojax.platform import EXIT_CODE
@@ -163,6 +166,24 @@ def test_a_slurm_job_that_was_stopped_is_queued_again(place, code):
     output, _ = job.communicate(timeout=60)
     assert job.returncode == code
     assert output == ("scontrol requeue 17\n" if code > 1 else "")
+
+
+def test_the_job_set_is_one_for_kubernetes():
+    """Its fields are of the API's, and its addresses those that JobSet gives to pods: name of the
+    set, of the job, number of the job, of the pod; below the set's name."""
+    text = (EXAMPLES / "jobset.yaml").read_text()
+    jobs = JobSet.model_validate(yaml.safe_load(text))
+    assert jobs.spec.network.enable_dns_hostnames  # or pods have no addresses
+    pods = {
+        f"{jobs.metadata.name}-{job.name}-{i}-{j}.{jobs.metadata.name}"
+        for job in jobs.spec.replicated_jobs
+        for i in range(job.replicas)
+        for j in range(job.template.spec.completions)
+    }
+    named = set(re.findall(r"[\w-]+\.apart\b", text))
+    assert named <= pods, named - pods
+    with pytest.raises(ValidationError, match="restartpolicy"):
+        JobSet.model_validate(yaml.safe_load(text.replace("restartPolicy", "restartpolicy", 1)))
 
 
 def test_commands_of_the_job_set_are_ours(capsys):
