@@ -132,7 +132,8 @@ def tokens_for_equal_loss(
     """By batch: tokens to one loss, over those of the smallest batch, as measured and by the noise.
 
     Measured: the batch ended `losses` apart after equal tokens, and e times as many lower the loss
-    by `slope`. By the noise n: a sample is worth 1 / (batch + n), averaged over the run's.
+    of the smallest by `slope`. By the noise n: a sample is worth 1 / (batch + n), averaged over the
+    run's.
     """
     first = min(losses)
     seen = np.linspace(0, total_samples, _NOISE_POINTS * 10 + 1)[1:]

@@ -6,7 +6,6 @@ targets, as the loss that it has at fixed shares of its time, so every time is o
 """
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -88,6 +87,8 @@ class Figures:
     """By batch, of the fastest strategy of each."""
     equal_loss: dict[str, tuple[float, float]]
     """By batch, tokens to one loss over those of the smallest batch: measured, and by the noise."""
+    equal_loss_shorter: dict[str, tuple[float, float]]
+    """The same of runs by TUNE_SHARE of the tokens."""
     seconds: dict[str, float]
     """Of the whole run, by method."""
     oracle: str
@@ -171,8 +172,11 @@ def outcome(base: Setting, folder: Path, seed: int) -> Outcome | None:
     noise = noise_curve(runs[batch]) if batch else None
     legs = predicted_legs(base, noise) if noise else []
     finals = {b: curve.losses[-1] for b, curve in fixed.items()}
-    slope = _slope(_tuned_losses(folder.parent / "tune"), finals)
-    equal = tokens_for_equal_loss(finals, slope, noise, whole) if noise and slope else {}
+    shorter = _tuned_losses(folder.parent / "tune")
+    equal = equal_shorter = {}
+    if noise and (slope := _slope(shorter, finals)):
+        equal = tokens_for_equal_loss(finals, slope, noise, whole)
+        equal_shorter = tokens_for_equal_loss(shorter, slope, noise, round(TUNE_SHARE * whole))
     planned: dict[int, float] = {}
     for leg in legs:
         planned.setdefault(leg.option.batch, leg.begin_sample / whole)
@@ -183,6 +187,7 @@ def outcome(base: Setting, folder: Path, seed: int) -> Outcome | None:
         {name: curve.final_perplexity for name, curve in curves.items()},
         {str(batch): curve.final_perplexity for batch, curve in fixed.items()},
         {str(batch): pair for batch, pair in equal.items()},
+        {str(batch): pair for batch, pair in sorted(equal_shorter.items())},
         {name: curve.end for name, curve in curves.items()},
         oracle.name if oracle else "",
         over_oracle(own, [oracle], EARLY) if oracle else [],
@@ -208,10 +213,11 @@ def _tuned_losses(folder: Path) -> dict[int, float]:
 
 
 def _slope(shorter: Mapping[int, float], finals: Mapping[int, float]) -> float | None:
-    """By how much e times as many tokens lower the loss, mean over batches that both have; None
-    where there are none, or where it does not fall."""
-    falls = [shorter[b] - loss for b, loss in finals.items() if b in shorter]
-    slope = statistics.mean(falls) / math.log(1 / TUNE_SHARE) if falls else 0.0
+    """By how much e times as many tokens lower the loss of the smallest batch, from the shorter run
+    to the longer one; None where one of them is not there, or it does not fall."""
+    if not finals or (first := min(finals)) not in shorter:
+        return None
+    slope = (shorter[first] - finals[first]) / math.log(1 / TUNE_SHARE)
     return slope if slope > 0 else None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from geojax.bench.cona_methods import Setting, tuned_rates
+from geojax.bench.cona_methods import TUNE_SHARE, Setting, tuned_rates
 from geojax.bench.cona_outcome import SHARES, Figures, Outcome, outcome
 from geojax.bench.cona_plots import plot_methods
 from geojax.bench.cona_tables import (
@@ -37,6 +37,7 @@ UNITS = {
     "over_all": "over the lowest of all those runs at that moment",
     "equal_loss": "by batch, tokens to one loss over those of the smallest batch: measured, and by "
     "the noise",
+    "equal_loss_shorter": f"the same of runs by {TUNE_SHARE:.0%} of the tokens",
     "switches": "to strategies that stayed, after 5 % of the tokens",
     "switch_share": "of CONA's time",
     "changes": "crossing and noise in sequences; predicted and taken as shares of the tokens",

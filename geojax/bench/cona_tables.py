@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from geojax.bench.cona_methods import TUNE_SHARE
 from geojax.bench.cona_outcome import SHARES, Change, Figures, Reached
 from geojax.track.console import format_share
 from geojax.track.section import new_table
@@ -159,20 +160,23 @@ def demand_table(found: Sequence[Figures]) -> Table:
 
 def fixed_table(found: Sequence[Figures], rates: Mapping[int, float]) -> Table:
     """What the same tokens came to at each batch, and by how much more of them an equal loss takes
-    than at the smallest; `rates`: learning rate by batch, as tuned."""
+    than at the smallest, also in the shorter runs that tuned; `rates`: learning rate by batch, as
+    tuned."""
     table = new_table()
     table.title = f"{found[0].model}: fixed batches, equal tokens"
+    shorter = f"in {TUNE_SHARE:.0%} of tokens"
     headings = ("batch", "learning rate", "final perplexity", "tokens to equal loss", "by noise")
-    for heading in headings:
+    for heading in (*headings, shorter, "by noise"):
         table.add_column(heading, justify="right")
     every = {int(batch) for o in found for batch in o.fixed_final_perplexity}
     for batch in sorted(every):
         finals = [o.fixed_final_perplexity.get(str(batch)) for o in found]
         rate = f"{rates[batch]:.3g}" if batch in rates else "-"
         cells = [_mean([f for f in finals if f is not None], ".2f")]
-        pairs = [pair for o in found if (pair := o.equal_loss.get(str(batch)))]
-        if pairs:
-            cells += [_mean(each, ".2f") for each in zip(*pairs, strict=True)]
+        for equal in ([o.equal_loss for o in found], [o.equal_loss_shorter for o in found]):
+            pairs = [pair for e in equal if (pair := e.get(str(batch)))]
+            each = zip(*pairs, strict=True) if pairs else ((), ())
+            cells += [_mean(values, ".2f") for values in each]
         table.add_row(str(batch), rate, *cells)
     return table
 
