@@ -20,7 +20,7 @@ test-runs: $(VENV)/.ready
 test-full: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations 0
 
-# Programs compiled for GPUs that are not here: a quarter of a gigabyte more to download.
+# Programs compiled for GPUs that are not here: with lm-eval half a gigabyte more to download.
 test-aot: $(MORE)/.ready
 	$(MORE)/bin/python -m pytest -m "aot and not full" --durations 5
 

@@ -255,6 +255,7 @@ async def soak(url: str, process: int, seconds: float, seed: int) -> list[str]:
     while (await clients.client.get("/ready")).status_code != 200:
         await asyncio.sleep(0.2)
     await clients.client.aclose()
+    await asyncio.sleep(2.0)  # until the server has closed its end
     held = held_by(process)
     clients.client = clients.connect()
     began = time.monotonic()

@@ -173,6 +173,7 @@ def outcome(base: Setting, folder: Path, seed: int) -> Outcome | None:
     legs = predicted_legs(base, noise) if noise else []
     finals = {b: curve.losses[-1] for b, curve in fixed.items()}
     shorter = _tuned_losses(folder.parent / "tune")
+    shorter = {b: loss for b, loss in shorter.items() if finals and b >= min(finals)}
     equal = equal_shorter = {}
     if noise and (slope := _slope(shorter, finals)):
         equal = tokens_for_equal_loss(finals, slope, noise, whole)

@@ -175,8 +175,8 @@ def fixed_table(found: Sequence[Figures], rates: Mapping[int, float]) -> Table:
         cells = [_mean([f for f in finals if f is not None], ".2f")]
         for equal in ([o.equal_loss for o in found], [o.equal_loss_shorter for o in found]):
             pairs = [pair for e in equal if (pair := e.get(str(batch)))]
-            each = zip(*pairs, strict=True) if pairs else ((), ())
-            cells += [_mean(values, ".2f") for values in each]
+            each = zip(*pairs, strict=True) if pairs else ()
+            cells += [_mean(values, ".2f") for values in each] or ["-", "-"]
         table.add_row(str(batch), rate, *cells)
     return table
 

@@ -188,6 +188,7 @@ class EngineLoop:
             if self.state == "stopped":
                 return False
         if self._some_left or not self._rows:
+            self._drop_gone()
             self._gather()
         self._busy_since = time.monotonic()
         self._drop_gone()
@@ -207,7 +208,7 @@ class EngineLoop:
         were theirs, they are given longer."""
         end, before = time.monotonic() + _GATHER_SECONDS, -1
         back = self._left + min(_BACK_SHARE * self._rows.mean_seconds, _MOST_BACK_SECONDS)
-        if 2 * len(self._rows) > self._crowd:
+        if 2 * len(self._rows) > self._crowd or self.state != "ready":
             back = -math.inf
         while (here := len(self.waiting) + len(self._rows)) < self.pace.rows:
             now = time.monotonic()

@@ -45,7 +45,7 @@ from geojax.bench.cona_methods import (
 )
 from geojax.bench.cona_outcome import EARLY, SHARES, Look, as_taken, outcome
 from geojax.bench.cona_report import report
-from geojax.bench.cona_tables import DEMANDS
+from geojax.bench.cona_tables import DEMANDS, fixed_table
 from geojax.bench.jobs import run_here
 from geojax.cona.score import Option
 from geojax.config import ChainLeg, ConfigError, DataConfig, SourceConfig, TokenizerConfig
@@ -309,6 +309,9 @@ def test_an_outcome_is_what_its_runs_came_to(base, tmp_path):
         assert equal["16"][0] == pytest.approx(math.exp(apart / slope))
         assert equal["16"][1] > 1
     assert found.equal_loss_shorter["16"][1] > found.equal_loss["16"][1]  # less noise
+    unknown = fixed_table([replace(found, equal_loss={})], {})
+    assert list(unknown.columns[3].cells) == ["-", "-"]
+    assert list(unknown.columns[5].cells)[0] == "1.00"
     worst = {d.text: d.worst([found]) for d in DEMANDS}
     assert worst["switches after 5 %"] == 1
     assert worst["share of the run spent on switching"] == 0

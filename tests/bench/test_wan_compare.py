@@ -154,9 +154,14 @@ def test_what_was_asked_is_said_beside_what_came():
 
     rows = {"diloco": row(0.0, 0.4, 0.6), "geomesh": row(0.7, 0.05, 0.12)}
     assert verdicts(rows) == [
-        "geomesh, time to target below diloco's (asked: 70% or more): 70.0%, met",
+        "geomesh, time to target below diloco's (asked: 70% or more): 70.00%, met",
         "geomesh, straggler idle below diloco's (asked: 8.0x or more): 8.0x, met",
         "geomesh, wan idle below diloco's (asked: 5.6x or more): 5.0x, NOT met",
+    ]
+    nothing = {"diloco": row(0.0, 0.0, 0.6), "geomesh": row(0.6996, 0.0, 0.1)}
+    assert verdicts(nothing)[:2] == [
+        "geomesh, time to target below diloco's (asked: 70% or more): 69.96%, NOT met",
+        "geomesh, straggler idle below diloco's (asked: 8.0x or more): none in either",
     ]
     rows |= {"geomesh": row(None, 0.0, 0.1), "geomesh-overlap": row(0.8, 0.0, 0.02)}
     found = [line.rpartition(", ")[2] for line in verdicts(rows)]
@@ -168,10 +173,12 @@ def test_idle_after_a_change_is_judged_from_the_second_round_that_shows_it_on():
     slow = [0.01] * 3 + [0.5] * 2
     idle = {"replan": [*slow, 0.04, 0.02, 0.3], "no-replan": [0.01] * 3 + [0.5] * 5}
     assert verdict(idle, 3) == (
-        "straggler idle from round 6 on, median of rounds (asked: under 5%): 4.0%, met; "
+        "straggler idle in round 6, and median from it on (asked: under 5%): 4.0%, 4.0%, met; "
         "without new plans 50.0%"
     )
-    assert "5.0%, NOT met" in verdict(idle | {"replan": [*slow, 0.05]}, 3)
+    late = idle | {"replan": [*slow, 0.5, 0.01, 0.01, 0.01]}
+    assert "50.0%, 1.0%, NOT met" in verdict(late, 3)
+    assert "5.0%, 5.0%, NOT met" in verdict(idle | {"replan": [*slow, 0.05]}, 3)
     assert "use more --rounds" in verdict(idle | {"replan": slow}, 3)
 
 

@@ -43,7 +43,7 @@ for n in 1 2 3; do
   echo '{"kind": "round", "round": '$n'}' >> journal.jsonl
   sleep 0.2
 done
-echo '{"kind": "slice", "round": 3, "sent_bytes": 9}' >> metrics.jsonl
+echo '{"kind": "slice", "round": 3, "peer_bytes": 9}' >> metrics.jsonl
 echo '{"kind": "end", "round": 3}' >> metrics.jsonl
 """
 DIES_ONCE = "[ -e died ] || { touch died; exit 3; }; exec sleep 0.3"

@@ -233,14 +233,15 @@ def test_a_choice_is_logged_once(caplog):
 )
 def test_the_variant_in_registers_is_checked_where_it_runs(off, agrees, said, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "geojax")
-    asked = []
+    asked, sorts = [], []
 
     def fake(q, prefix, own, index=None, *, registers=False):
         asked.append(registers)
+        sorts.append(choosing.sort_of(q, prefix, own, index))
         if registers and off is None:
             raise RuntimeError("no such instruction")
         out, lse = attend_xla(q, prefix, own, index)
-        return out.at[0, 3, 1, 7].add(off or 0.0) if registers else out, lse
+        return out.at[0, 0, 0, 7].add(off or 0.0) if registers else out, lse
 
     monkeypatch.setattr(choosing.mosaic_gpu, "attend_mosaic", fake)
     monkeypatch.setattr(choosing, "choose_for", lambda *args: Choice("mosaic_gpu", ()))
@@ -249,5 +250,12 @@ def test_the_variant_in_registers_is_checked_where_it_runs(off, agrees, said, ca
     for _ in range(2):  # inside a program, and the check is done once
         jax.jit(lambda *args: attend(*args))(q, part(*pre, 16), part(*mine, [8, 8]))
     assert asked == [False, True, agrees, agrees]
+    assert len(set(sorts)) == 1  # what is checked is of the kind that is asked for
+    q, pre, mine = inputs(3, 90, 2, 2, 128, 64, 8, entries=5, dtype=jnp.float16)
+    index = jnp.array([[0, 1, 2]] * 3, jnp.int32)
+    prefix = Part(*pre[:2], jnp.full((3, 3), 64, jnp.int32))
+    jax.jit(lambda *args: attend(*args))(q, prefix, part(*mine, [8, 8, 1]), index)
+    assert asked[4:] == [False, True, agrees]
+    assert set(sorts[4:]) == {choosing.Sort("float16", 128, 1, 64, 2, False)}
     assert said in caplog.text
     registers_agree.cache_clear()

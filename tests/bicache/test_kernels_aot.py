@@ -92,10 +92,10 @@ def test_no_registers_are_spilled_and_shared_memory_suffices(registers):
     )
     assert done.returncode == 0, done.stderr
     text = done.stdout + done.stderr
-    registers = re.findall(r"Used (\d+) registers", text)
+    used = re.findall(r"Used (\d+) registers", text)
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
     shared = re.findall(r"smem_scratch_bytes=(\d+)", text)
-    assert len(registers) == len(spills) == len(shared) == len(SHAPES)
+    assert len(used) == len(spills) == len(shared) == len(SHAPES)
     programs = text.split(".target sm_90a")[1:]
     assert len(programs) == len(SHAPES)
     assert all("wgmma.mma_async" in program for program in programs)  # on tensor cores

@@ -165,9 +165,12 @@ def test_with_tls_both_sides_must_show_a_certificate_of_the_authority(tmp_path):
         with pytest.raises(CallError, match=r"unavailable|deadline_exceeded"):
             refused.call(server.address, "echo", {})
     theirs = echo_server(config("other"), [])  # whose certificate is of another authority
-    with pytest.raises(CallError, match=r"no TLS; it must hold a certificate of .*ca\.pem"):
+    with pytest.raises(CallError, match=r"perhaps no TLS .*a certificate of .*ca\.pem"):
         good.call(theirs.address, "echo", {})
     theirs.stop()
+    elsewhere = server.address.replace("localhost", "127.0.0.1")  # not its certificate's name
+    with pytest.raises(CallError, match="for the name by which it is reached"):
+        good.call(elsewhere, "echo", {})
     names = {f"tls_{kind}": str(tmp_path / kind) for kind in ("ca", "cert", "key")}
     for kind, wrong in (("ca", "names"), ("cert", "own.csr"), ("key", "ca.key"), ("key", "names")):
         right = {"ca": "ca.pem", "cert": "by-ca.pem", "key": "own.key"} | {kind: wrong}

@@ -180,6 +180,17 @@ def test_the_job_set_is_one_for_kubernetes():
         for i in range(job.replicas)
         for j in range(job.template.spec.completions)
     }
+    for job in jobs.spec.replicated_jobs:
+        (container,) = job.template.spec.template.spec.containers
+        words = " ".join(container.command)
+        ports = {int(port) for port in re.findall(r"grpc\.port=(\d+)", words)}
+        inside = re.search(r"cluster\.coordinator=\S+:(\d+)", words)
+        ports |= {int(inside[1])} if inside else set()
+        assert {p.container_port for p in container.ports} == ports or job.name == "coordinator"
+        spec = job.template.spec
+        assert spec.parallelism == spec.completions  # all at once: they wait for each other
+        if spec.completions > 1:
+            assert spec.completion_mode == "Indexed"  # or they have no numbers
     named = set(re.findall(r"[\w-]+\.apart\b", text))
     assert named <= pods, named - pods
     with pytest.raises(ValidationError, match="restartpolicy"):

@@ -74,7 +74,7 @@ def attend(
     _log(choice)
     match choice.kernel:
         case "mosaic_gpu":
-            registers = registers_agree(device)
+            registers = registers_agree(device, sort_of(q, prefix, own, index))
             return mosaic_gpu.attend_mosaic(q, prefix, own, index, registers=registers)
         case "cudnn":
             return cudnn.attend_cudnn(q, prefix, own)
@@ -96,29 +96,59 @@ def choose_for(
     return choose(device.platform, capability, q.dtype.name, head_size, prefix_size, indexed)
 
 
+class Sort(NamedTuple):
+    """Of arguments, as far as it says which instructions the Mosaic kernel has."""
+
+    dtype: str
+    head_size: int
+    group: int
+    """Query heads of a key/value head."""
+    prefix_size: int
+    """What entries are padded to, at most 264: more are steps of the same kind."""
+    links: int | None
+    """Entries that a row names, at most 2; None: all rows share one."""
+    few: bool
+    """Whether one warpgroup takes all rows."""
+
+
+def sort_of(q: Float[Array, "b t h e"], prefix: Part, own: Part, index) -> Sort:
+    group = q.shape[2] // own.k.shape[2]
+    few = q.shape[0] * q.shape[1] * group <= mosaic_gpu.GROUP_ROWS
+    links = None if index is None else min(index.size // len(q), 2)
+    return Sort(q.dtype.name, q.shape[3], group, min(prefix.k.shape[-3], 264), links, few)
+
+
 @cache
-def registers_agree(device: jax.Device) -> bool:
-    """Whether the Mosaic kernel that keeps probabilities in registers gives on `device` what the
-    one gives whose every instruction the interpreter has run. Tried once, on small ragged rows."""
+def registers_agree(device: jax.Device, sort: Sort) -> bool:
+    """Whether the Mosaic kernel that keeps probabilities in registers gives on `device`, for such
+    arguments, what the one gives whose every instruction the interpreter has run. Tried once each,
+    on few ragged rows."""
     with ThreadPoolExecutor(1) as pool:  # where no program is being traced
         try:
-            out, lse = pool.submit(_registers_off, device).result()
+            out, lse = pool.submit(_registers_off, device, sort).result()
         except Exception as error:
             _LOG.warning("attention: the variant in registers fails, and is left out: %s", error)
             return False
     agree = out <= _OUT_LIMIT and lse <= _LSE_LIMIT
     said = "agrees, and is used" if agree else "DIFFERS, and is left out"
-    _LOG.info("attention: the variant in registers %s (by %.1e, lse %.1e)", said, out, lse)
+    _LOG.info("attention: the variant in registers %s (%s: %.1e, lse %.1e)", said, sort, out, lse)
     return agree
 
 
-def _registers_off(device: jax.Device) -> list[float]:
+def _registers_off(device: jax.Device, sort: Sort) -> list[float]:
     """By how much the variant's outputs and log-sum-exps differ, at most."""
-    keys = jax.random.split(jax.random.key(0), 5)
-    shapes = [(2, 40, 4, 128), *[(264, 1, 128)] * 2, *[(2, 133, 1, 128)] * 2]
-    q, pk, pv, ok, ov = map(jax.random.normal, keys, shapes, [jnp.bfloat16] * len(keys))
-    args = q, Part(pk, pv, jnp.int32(200)), Part(ok, ov, jnp.array([133, 5], jnp.int32))
-    args = jax.device_put(args, device)
+    dtype, e, group, size, links, few = sort
+    queries = max(32 // group, 1) if few else 160 // group + 1
+    lead = () if links is None else (4,)
+    shapes = [(2, queries, group, e), *[(*lead, size, 1, e)] * 2, *[(2, 133, 1, e)] * 2]
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    q, pk, pv, ok, ov = (jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True))
+    index, lengths = (), jnp.int32(size * 3 // 4)
+    if links is not None:
+        index = (jnp.array([[2, 1], [2, 3]], jnp.int32)[:, :links],)
+        lengths = jnp.full((2, links), size, jnp.int32).at[1, -1].set(size // 2)
+    own = Part(ok, ov, jnp.array([133, 5], jnp.int32))
+    args = jax.device_put((q, Part(pk, pv, lengths), own, *index), device)
     known, tried = (
         mosaic_gpu.attend_mosaic(*args, registers=registers) for registers in (False, True)
     )

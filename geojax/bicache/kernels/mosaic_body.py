@@ -77,8 +77,8 @@ def run_kernel(
 
     def body(*refs):
         q_ref, *part_refs, out_ref, lse_ref = refs[: 3 * tables + 3]
-        q_smem, k_smem, v_smem, lse_smem, *barriers = refs[3 * tables + 3 :]
-        q_loaded, k_loaded, v_loaded, k_free, v_free, *p_smem = barriers
+        q_smem, k_smem, v_smem, lse_smem, *more = refs[3 * tables + 3 :]
+        q_loaded, k_loaded, v_loaded, k_free, v_free, *p_smem = more
         split, head, tile = (lax.axis_index(name) for name in ("split", "head", "tile"))
         warpgroup = lax.axis_index("warpgroup")
         tile_row = tile * tile_rows
@@ -202,7 +202,7 @@ def run_kernel(
                 p = p.astype(q.dtype)
                 acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])
                 if not registers:
-                    (p_rows,) = (x.at[warpgroup] for x in p_smem)
+                    p_rows = p_smem[0].at[warpgroup]
                     p_rows[...] = p
                     p = p_rows
                     plgpu.commit_smem()

@@ -27,6 +27,8 @@ CHUNK_BYTES = 2 << 20
 _SERVICE = "geojax"
 _SLOWEST_BYTES_A_SECOND = 125_000.0  # of a link; a stream is given the time that this takes
 _LARGEST_BYTES = 2 * CHUNK_BYTES
+_TLS_SIGNS = ("handshake", "verification", "socket closed")
+"""In what gRPC says of a connection without trust."""
 _POLL_SECONDS = 0.1  # between looks whether a push is still needed
 
 Header = dict[str, Any]
@@ -38,7 +40,7 @@ Send = Callable[[Header], tuple[Header, Iterable[memoryview]]]
 
 
 class Streamed:
-    """Counts what streams took out of this process, their headers among it; by several threads."""
+    """Counts what streams handed to gRPC, their headers among it; by several threads."""
 
     def __init__(self):
         self._lock, self.sent_bytes = threading.Lock(), 0
@@ -204,10 +206,11 @@ class Client:
         except grpc.RpcError as error:
             call = cast(grpc.Call, error)
             details = " ".join((call.details() or "").split())
-            if self._credentials and "handshake" in details.lower():
+            if self._credentials and any(sign in details.lower() for sign in _TLS_SIGNS):
                 details = (
-                    f"no TLS; it must hold a certificate of {self._config.tls_ca} for the name by "
-                    f"which it is reached, and take {self._config.tls_cert}: {details}"
+                    f"perhaps no TLS connection; that side must hold a certificate of "
+                    f"{self._config.tls_ca} for the name by which it is reached, and take "
+                    f"{self._config.tls_cert}: {details}"
                 )
             details = details[:400]
             failed = CallError(f"{address}: {call.code().name.lower()} ({details})")
@@ -327,11 +330,13 @@ def _require_certificates(config: GrpcConfig) -> None:
     for path in (config.tls_ca, config.tls_cert, config.tls_key):
         _read(path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_ciphers("DEFAULT@SECLEVEL=0")  # how strong keys must be is gRPC's to say
     try:
         context.load_verify_locations(config.tls_ca)
     except ssl.SSLError as error:
         raise ConfigError(
-            f"grpc.tls_ca: {config.tls_ca} holds no certificate in PEM ({error.reason or error})"
+            f"grpc.tls_ca: {config.tls_ca} cannot be read as certificates in PEM "
+            f"({error.reason or error})"
         ) from error
     try:
         context.load_cert_chain(config.tls_cert, config.tls_key, lambda: "")
