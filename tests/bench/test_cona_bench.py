@@ -311,7 +311,7 @@ def test_an_outcome_is_what_its_runs_came_to(base, tmp_path):
     assert found.equal_loss_shorter["16"][1] > found.equal_loss["16"][1]  # less noise
     unknown = fixed_table([replace(found, equal_loss={})], {})
     assert list(unknown.columns[3].cells) == ["-", "-"]
-    assert list(unknown.columns[5].cells)[0] == "1.00"
+    assert next(iter(unknown.columns[5].cells)) == "1.00"
     worst = {d.text: d.worst([found]) for d in DEMANDS}
     assert worst["switches after 5 %"] == 1
     assert worst["share of the run spent on switching"] == 0
