@@ -110,7 +110,22 @@ def _cona():
     worth = {"8": (1.0, 1.1)}
     oracle = ("", [], [])
     found = Figures(
-        *("gpt", 0, ratios, sums, {"8": 31.0}, worth, sums, *oracle, 2, 1, 0.01, [change], ["gb4"])
+        *(
+            "gpt",
+            0,
+            ratios,
+            sums,
+            {"8": 31.0},
+            worth,
+            worth,
+            sums,
+            *oracle,
+            2,
+            1,
+            0.01,
+            [change],
+            ["gb4"],
+        )
     )
     content = {"demands": {}, "results": [_result(found)]}
     return content, [method_table([found]), demand_table([found]), change_table(found)], 0
