@@ -35,6 +35,8 @@ from geojax.config import (
     SliceConfig,
 )
 from geojax.geomesh.slice_checkpoint import Saved
+from geojax.geomesh.slice_trainer import SliceTrainer
+from geojax.geomesh.wan.member import Member
 from geojax.launch import processes
 from geojax.models.transformer import count_params
 from geojax.track.metrics import read_records
@@ -154,6 +156,19 @@ def test_a_slice_that_comes_back_after_the_end_has_the_end_on_disk(text, tmp_pat
     apart.go()
     folders = [apart.folder / "slices" / name for name in REGIONS]
     shutil.rmtree(folders[2] / "checkpoints")
+    # The others would leave at once, and it may be slow to begin.
+    took, adopt, wait = threading.Event(), SliceTrainer.adopt, Member.wait_for_the_end
+
+    def adopting(trainer, *args):
+        adopt(trainer, *args)
+        took.set()
+
+    def waiting(member):
+        assert took.wait(120)
+        wait(member)
+
+    monkeypatch.setattr(SliceTrainer, "adopt", adopting)
+    monkeypatch.setattr(Member, "wait_for_the_end", waiting)
     again = Apart(apart.config, tmp_path / "apart", monkeypatch)
     again.go()
     saved = [read_params(folder)[0] for folder in folders]
